@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typed, validated parameters of every notebook. Needs no jax, so that the runner can check them."""
+"""Typed, validated parameters of every notebook; without jax, so that the runner can check them."""
 
 from atomic_lib.config.loader import LoadedConfig, load_config, read_parameter_file
 from atomic_lib.config.runs import (

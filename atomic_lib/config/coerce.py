@@ -41,11 +41,10 @@ def _to_int(key: str, value: Any) -> int:
     if isinstance(value, bool):
         _refuse(key, value, "an integer")
     try:
-        number = float(value) if isinstance(value, str) and not value.strip("+-").isdigit() else value
-        whole = int(number)
+        whole = int(float(value) if "e" in str(value).lower() else value)
     except (TypeError, ValueError, OverflowError):
         _refuse(key, value, "an integer")
-    if whole != float(number):
+    if whole != float(value):
         _refuse(key, value, "an integer")
     return whole
 
@@ -96,6 +95,10 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
     return converters[kind](key, value)
 
 
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is field.default_factory is dataclasses.MISSING
+
+
 def accepts_none(config_class: type, name: str) -> bool:
     """Whether `name` is a field of the dataclass whose declared type includes None."""
     kind = typing.get_type_hints(config_class).get(name)
@@ -116,7 +119,6 @@ def build(config_class: type, values: Mapping[str, Any], *, where: str = "") -> 
     kinds = typing.get_type_hints(config_class)
     converted = {name: coerce(where + name, value, kinds[name]) for name, value in values.items()}
     for name, field in fields.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and name not in converted:
+        if name not in converted and _is_required(field):
             raise ValueError(f"{where}{name}: missing; it has no default and must be given")
     return config_class(**converted)

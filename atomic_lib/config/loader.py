@@ -79,7 +79,10 @@ def load_config(notebook: str, values: Mapping[str, Any], *, root: Path) -> Load
 def _origins(config: RunConfig, from_file: Mapping[str, Any]) -> dict[str, str]:
     file_config = {}
     if from_file:
-        whole = {**{field.name: getattr(config, field.name) for field in fields(config)}, **from_file}
+        whole = {
+            **{field.name: getattr(config, field.name) for field in fields(config)},
+            **from_file,
+        }
         built = build(type(config), whole)
         file_config = {name: getattr(built, name) for name in from_file}
     origins = {}

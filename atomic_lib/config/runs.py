@@ -62,7 +62,9 @@ class TrainConfig(RunConfig):
     """One training run. Rates are per step, sizes are global (over all devices)."""
 
     preset: str
-    model: dict[str, Any] = field(default_factory=dict)  # ModelConfig fields that replace the preset's
+    model: dict[str, Any] = field(
+        default_factory=dict
+    )  # ModelConfig fields that replace the preset's
     kernel_backend: Literal["auto", "xla", "reference", "tpu"] = "auto"
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
@@ -121,7 +123,7 @@ class TrainConfig(RunConfig):
         needed = limits[self.schedule_unit]
         if getattr(self, needed) is None:
             raise ValueError(
-                f"{needed}: missing; schedule_unit {self.schedule_unit!r} counts progress towards it"
+                f"{needed}: missing; schedule_unit {self.schedule_unit!r} counts towards it"
             )
 
     def _require_divisible(self):
