@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atomic_lib.data.facts import hash_file
+from atomic_lib.data.facts import FULL_HASH, hash_file
 from atomic_lib.data.tokenizer import GPT2_SEPARATOR_TEXT
 
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -132,6 +132,8 @@ def file_source(path: Path, *, column: str = "text") -> TextSource:
         method, value = hash_file(item)
         size = item.stat().st_size
         digest.update(f"{name} {size} {method} {value}\n".encode())
+        if method != FULL_HASH:  # a sample can miss an edit; the time of the edit does not
+            digest.update(f"modified {item.stat().st_mtime_ns}\n".encode())
         files.append({"file": name, "bytes": size, "hash_method": method, "hash": value})
 
     all_plain = all(item.suffix == ".txt" for item in paths)
