@@ -34,7 +34,10 @@ def zip_run(path: Path) -> Path:
             entry.create_system = 3  # Unix, whatever system writes it
             stored = name.endswith(STORED_SUFFIXES)
             entry.compress_type = zipfile.ZIP_STORED if stored else zipfile.ZIP_DEFLATED
-            with open(path / name, "rb") as source, archive.open(entry, "w", force_zip64=True) as out:
+            with (
+                open(path / name, "rb") as source,
+                archive.open(entry, "w", force_zip64=True) as out,
+            ):
                 while piece := source.read(1 << 20):
                     out.write(piece)
     with open(temporary, "rb") as written:

@@ -83,7 +83,7 @@ def _plain(value: Any) -> tuple[Any, bool]:
 
 
 def input_digest(path: Path) -> tuple[str, str]:
-    """Returns (method, hexadecimal digest) of an input file; files of 2 GiB and more are sampled."""
+    """Returns (method, hexadecimal digest) of an input file; from 2 GiB on it is sampled."""
     size = Path(path).stat().st_size
     if size < FULL_HASH_BYTES:
         return "sha256", sha256_file(path)

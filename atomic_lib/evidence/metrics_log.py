@@ -81,12 +81,12 @@ class MetricsLog:
         """
         if kind not in ROWS:
             raise ValueError(f"kind: {kind!r} is not one of {', '.join(ROWS)}")
-        self.resume()
+        descriptor = self._opened()
         if kind == "header":
             fields = {"schema": METRICS_SCHEMA, **fields}
         row = plain({"row": self._count + 1, "kind": kind, **fields, "previous": self._previous})
         line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
-        self._write(line + b"\n")
+        self._write(descriptor, line + b"\n")
         self._count += 1
         self._previous = sha256_bytes(line)
         if kind == "header":
@@ -111,20 +111,25 @@ class MetricsLog:
         A torn last line is cut off and kept in an event row {"event": "repaired"}. Raises
         RuntimeError naming the line if the chain before it is broken.
         """
+        self._opened()
+
+    def _opened(self) -> int:
         if self._descriptor is not None:
-            return
+            return self._descriptor
         rows, torn = _read(self.path) if self.path.exists() else ([], b"")
         lines = self.path.read_bytes().split(b"\n")[: len(rows)] if rows else []
         self._check_chain(rows, lines)
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._descriptor = descriptor
         if torn:
-            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - len(torn))
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - len(torn))
         self._count = len(rows)
         self._previous = sha256_bytes(lines[-1]) if lines else CHAIN_START
         self._header = rows[0] if rows and rows[0]["kind"] == "header" else None
         if torn and rows:
             text = torn.decode(errors="replace")[:CUT_TEXT_LIMIT]
             self.append("event", event="repaired", cut_bytes=len(torn), cut_text=text)
+        return descriptor
 
     def _check_chain(self, rows: list[Row], lines: list[bytes]) -> None:
         previous = CHAIN_START
@@ -136,8 +141,8 @@ class MetricsLog:
                 )
             previous = sha256_bytes(line)
 
-    def _write(self, data: bytes) -> None:
-        descriptor = self._descriptor
+    @staticmethod
+    def _write(descriptor: int, data: bytes) -> None:
         size = os.fstat(descriptor).st_size
         try:
             while data:
@@ -155,7 +160,7 @@ def _read(path: Path) -> tuple[list[Row], bytes]:
     rows: list[Row] = []
     for number, line in enumerate(lines, 1):
         try:
-            row = strict_json(line.decode())
+            row = strict_json(line)
             if not (isinstance(row, dict) and "kind" in row and line.endswith(b"\n")):
                 raise ValueError("not a whole row")
         except ValueError as error:

@@ -8,9 +8,12 @@ that the run sealed, and that the record is consistent in itself. It cannot prov
 the numbers were made. The order of trust is SUCCESS.json (which carries its own digest and the
 sha256 of every other file), then SHA256SUMS (which must follow from it), then the content of each
 file: JSON fields, the chain of metric rows, token counts, bits per byte, clocks, notebook cells.
+One file by design, however long: alone in an empty folder it must still work.
 """
+
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -32,66 +35,51 @@ ESTIMATED_BYTES_PER_TOKEN = 4.2  # the divisor of every published bpb_est
 ARITHMETIC_TOLERANCE = 1e-6
 STOP_REASONS = ("completed", "time", "max_steps", "max_tokens", "data_end")
 
-# Field -> type. "?" after the field: may be absent. "|null" in the type: may be null.
+# "name:type" or "name?:type" (may be absent); types are those of TYPES, joined by "|".
 SCHEMAS = {
-    "manifest.json": {
-        "schema": "text", "run_id": "text", "notebook": "text", "started_at": "time",
-        "parameters": "object", "origins": "object", "seeds": "object",
-        "budget_seconds": "number|null", "git": "object", "source": "object", "python": "text",
-        "platform": "object", "packages": "object", "environment": "object",
-        "devices": "object|null", "inputs": "list",
-    },
-    "runtime-preflight.json": {"checks": "list"},
-    "provenance.json": {},
-    "training_args.json": {},
-    "config.json": {},
-    "export.json": {"tensors": "list"},
-    SUCCESS: {
-        "schema": "text", "run_id": "text", "notebook": "text", "started_at": "time",
-        "finished_at": "time", "elapsed_s": "number", "stop_reason": "text",
-        "final_step": "count|null", "final_tokens": "count|null", "results": "object",
-        "checkpoint": "object|null", "metrics": "object|null", "earlier_files": "list",
-        "sealed": "flag", "files": "object", "digest": "sha256",
-    },
-    FAILED: {
-        "schema": "text", "run_id": "text", "failed_at": "time", "reason": "text",
-        "traceback": "list", "recorded_by": "text",
-    },
+    "manifest.json": "schema:text run_id:text notebook:text started_at:time parameters:object "
+    "origins:object seeds:object budget_seconds:number|null git:object source:object python:text "
+    "platform:object packages:object environment:object devices:object|null inputs:list",
+    "runtime-preflight.json": "checks:list",
+    "provenance.json": "",
+    "training_args.json": "",
+    "config.json": "",
+    "export.json": "tensors:list",
+    SUCCESS: "schema:text run_id:text notebook:text started_at:time finished_at:time "
+    "elapsed_s:number stop_reason:text final_step:count|null final_tokens:count|null "
+    "results:object checkpoint:object|null metrics:object|null earlier_files:list sealed:flag "
+    "files:object digest:sha256",
+    FAILED: "schema:text run_id:text failed_at:time reason:text traceback:list recorded_by:text",
 }
-LIST_ITEMS = {  # fields of each object in a list
-    ("manifest.json", "inputs"): {
-        "path": "text", "bytes": "count", "method": "text", "digest": "sha256",
-    },
-    ("runtime-preflight.json", "checks"): {"check": "text", "ok": "flag"},
-    ("export.json", "tensors"): {"name": "text", "shape": "list", "dtype": "text"},
+PART_SCHEMAS = {  # of the object that a field holds, or of each object in its list
+    ("manifest.json", "inputs"): "path:text bytes:count method:text digest:sha256",
+    ("runtime-preflight.json", "checks"): "check:text ok:flag",
+    ("export.json", "tensors"): "name:text shape:list dtype:text",
+    (SUCCESS, "checkpoint"): "path:text commit_sha256:sha256",
+    (SUCCESS, "metrics"): "rows:count last_row_sha256:sha256",
 }
-ROWS = {
-    "header": {"schema": "text", "run_id": "text", "tokens_per_step": "count"},
-    "train": {
-        "step": "count", "tokens": "count", "loss": "number|null", "lr": "number",
-        "grad_norm": "number|null", "finite": "flag", "skipped?": "flag|count",
-        "elapsed_s": "number", "elapsed_fraction?": "number|null", "tok_per_s?": "number|null",
-        "step_ms?": "number|null", "mfu?": "number|null", "hbm?": "number|null",
-    },
-    "eval": {
-        "step": "count", "tokens": "count", "ce": "number|null", "bpb_est": "number|null",
-        "bpb_exact?": "number|null", "bytes?": "count|null", "exact_nats?": "number|null",
-        "target_tokens": "count", "batches": "count", "elapsed_s": "number",
-    },
-    "event": {"event": "text", "step?": "count", "elapsed_s?": "number"},
+ROWS = {  # of metrics.jsonl by kind; every row also has row:count and previous:sha256
+    "header": "schema:text run_id:text tokens_per_step:count",
+    "train": "step:count tokens:count loss:number|null lr:number grad_norm:number|null "
+    "finite:flag skipped?:flag|count elapsed_s:number elapsed_fraction?:number|null "
+    "tok_per_s?:number|null step_ms?:number|null mfu?:number|null hbm?:number|null",
+    "eval": "step:count tokens:count ce:number|null bpb_est:number|null bpb_exact?:number|null "
+    "bytes?:count|null exact_nats?:number|null target_tokens:count batches:count elapsed_s:number",
+    "event": "event:text step?:count elapsed_s?:number",
 }
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)\Z")
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
-_IS_TYPE = {
-    "text": lambda v: isinstance(v, str) and v != "",
-    "count": lambda v: type(v) is int and v >= 0,
-    "number": lambda v: type(v) in (int, float),
-    "flag": lambda v: isinstance(v, bool),
-    "object": lambda v: isinstance(v, dict),
-    "list": lambda v: isinstance(v, list),
-    "time": lambda v: isinstance(v, str) and _TIME.match(v) is not None,
-    "sha256": lambda v: isinstance(v, str) and _SHA256.match(v) is not None,
-    "null": lambda v: v is None,
+# Type in a schema -> the Python types that it allows, and a test of the value or None.
+TYPES: dict[str, tuple] = {
+    "text": ((str,), bool),
+    "count": ((int,), lambda value: value >= 0),
+    "number": ((int, float), None),
+    "flag": ((bool,), None),
+    "object": ((dict,), None),
+    "list": ((list,), None),
+    "time": ((str,), _TIME.match),
+    "sha256": ((str,), _SHA256.match),
+    "null": ((type(None),), None),
 }
 
 
@@ -100,7 +88,7 @@ def sha256_bytes(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def sha256_file(path: Path) -> str:
+def sha256_file(path: os.PathLike[str] | str) -> str:
     """Lower-case hexadecimal sha256 of a file, read in pieces of 1 MiB."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -109,20 +97,16 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def strict_json(text: str) -> object:
-    """Parses JSON; raises ValueError also for NaN, Infinity and a key that comes twice."""
-    return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
-
-
-def _unique_keys(pairs: list) -> dict:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key comes twice in one object")
-    return result
-
-
 def _refuse_constant(name: str) -> None:
-    raise ValueError("%s is not JSON" % name)
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def strict_json(data: bytes) -> object:
+    """Parses UTF-8 JSON. Raises ValueError for anything else, also for NaN and Infinity."""
+    return _DECODER.decode(data.decode("utf-8"))
 
 
 def json_text(value: object) -> str:
@@ -138,9 +122,8 @@ def success_digest(success: dict) -> str:
 
 def sums_text(files: dict, success_sha256: str) -> str:
     """SHA256SUMS as `sha256sum -c` reads it: every file of the seal and SUCCESS.json, by name."""
-    lines = dict(files)
-    lines[SUCCESS] = success_sha256
-    return "".join("%s  %s\n" % (lines[name], name) for name in sorted(lines))
+    lines = {**files, SUCCESS: success_sha256}
+    return "".join(f"{lines[name]}  {name}\n" for name in sorted(lines))
 
 
 def evidence_files(folder: Path) -> list[str]:
@@ -156,30 +139,33 @@ def evidence_files(folder: Path) -> list[str]:
     return sorted(names)
 
 
-def verify(path: os.PathLike | str) -> list[str]:
+def verify(path: os.PathLike[str] | str) -> list[str]:
     """Returns what is wrong with a run folder, most telling first; an empty list means verified.
 
     Each entry reads "file: what" or "file:line: what". Checkpoints are checked where present.
     """
     folder = Path(path)
     if not folder.is_dir():
-        return ["%s: no such run folder" % folder]
+        return [f"{folder}: no such run folder"]
     problems = _check_end(folder)
     if not (folder / SUCCESS).is_file():
         return problems
     success, found = _load_success(folder)
     problems += found
-    problems += _check_hashes(folder, success, trusted=not found)
-    contents = {}
+    problems += _check_hashes(folder, success)
+    changed = {problem.split(":")[0] for problem in problems}
+    manifest: object = None
     for name in evidence_files(folder):
-        if name.endswith(".json") and not (folder / name).is_symlink():
-            contents[name], found = _check_json(folder, name)
+        if name.endswith(".json") and name != SUCCESS and not (folder / name).is_symlink():
+            value, found = _check_json(folder, name)
             problems += found
-    problems += _check_manifest(contents.get("manifest.json"), success)
+            manifest = value if name == "manifest.json" else manifest
+    if success and isinstance(manifest, dict):
+        problems += _check_manifest(manifest, success)
     if (folder / METRICS).is_file():
         problems += check_metrics((folder / METRICS).read_bytes(), success)
-    if success.get("sealed") is True:
-        problems += _check_notebook(folder, success, contents.get("manifest.json"))
+    if success.get("sealed") and NOTEBOOK not in changed:
+        problems += _check_notebook(folder, success)
     problems += _check_checkpoint(folder, success)
     return list(dict.fromkeys(problems))
 
@@ -187,115 +173,121 @@ def verify(path: os.PathLike | str) -> list[str]:
 def _check_end(folder: Path) -> list[str]:
     problems = []
     if (folder / FAILED).exists():
-        try:
-            reason = strict_json((folder / FAILED).read_text("utf-8"))["reason"]
-        except (ValueError, KeyError, TypeError, OSError):
-            reason = "(its reason cannot be read)"
-        problems.append("%s: the run failed: %s" % (FAILED, reason))
+        record, found = _check_json(folder, FAILED)
+        reason = record["reason"] if isinstance(record, dict) and not found else "(unreadable)"
+        problems.append(f"{FAILED}: the run failed: {reason}")
     if not (folder / SUCCESS).is_file():
-        problems.append("%s: missing: the run did not finish" % SUCCESS)
+        problems.append(f"{SUCCESS}: missing: the run did not finish")
     return problems
 
 
 def _load_success(folder: Path) -> tuple[dict, list[str]]:
+    """The SUCCESS record, or {} with what is wrong with it."""
     success, problems = _check_json(folder, SUCCESS)
-    if problems:
-        return (success if isinstance(success, dict) else {}), problems
+    if problems or not isinstance(success, dict):
+        return {}, problems
     text = (folder / SUCCESS).read_bytes().decode("utf-8")
     if text != json_text(success):
         line = _first_difference(text, json_text(success))
-        problems.append("%s:%d: not as it was written" % (SUCCESS, line))
-    if success["digest"] != success_digest(success):
-        problems.append("%s: its digest does not match its content" % SUCCESS)
-    if success["stop_reason"] not in STOP_REASONS:
-        problems.append("%s: stop_reason %r is not one of %s"
-                        % (SUCCESS, success["stop_reason"], ", ".join(STOP_REASONS)))
-    return success, problems
+        problems.append(f"{SUCCESS}:{line}: not as it was written")
+    elif success["digest"] != success_digest(success):
+        problems.append(f"{SUCCESS}: changed: its digest does not match its content")
+    elif success["stop_reason"] not in STOP_REASONS:
+        problems.append(f"{SUCCESS}: stop_reason must be one of {', '.join(STOP_REASONS)}")
+    return ({} if problems else success), problems
 
 
 def _first_difference(text: str, expected: str) -> int:
-    pairs = zip(text.split("\n"), expected.split("\n"))
-    return next((n for n, (a, b) in enumerate(pairs, 1) if a != b),
-                min(text.count("\n"), expected.count("\n")) + 1)
+    """Line number of the first line that differs."""
+    lines, wanted = text.split("\n"), expected.split("\n")
+    pairs = enumerate(zip(lines, wanted), 1)  # noqa: B905 - strict= needs Python 3.10
+    return next((n for n, (a, b) in pairs if a != b), min(len(lines), len(wanted)))
 
 
-def _check_hashes(folder: Path, success: dict, trusted: bool) -> list[str]:
+def _check_hashes(folder: Path, success: dict) -> list[str]:
     problems = []
     sums = ""
     if (folder / SUMS).is_file():
         sums = (folder / SUMS).read_bytes().decode("utf-8", "replace")
     else:
-        problems.append("%s: missing" % SUMS)
-    files = success.get("files") if trusted else None
-    if files is None:  # SUCCESS.json is damaged: the list beside it still tells what else is
-        files = {line[66:]: line[:64] for line in sums.splitlines() if line[66:] != SUCCESS}
-    elif sums:
+        problems.append(f"{SUMS}: missing")
+    if success:
+        files, listing = success["files"], SUCCESS
         expected = sums_text(files, sha256_file(folder / SUCCESS))
-        if sums != expected:
-            problems.append("%s:%d: not what SUCCESS.json says"
-                            % (SUMS, _first_difference(sums, expected)))
-    present = [name for name in evidence_files(folder) if name not in (SUCCESS, FAILED)]
-    for name in sorted(set(files) - set(present)):
-        problems.append("%s: missing, but SUCCESS.json lists it" % name)
-    for name in present:
-        if (folder / name).is_symlink():
-            problems.append("%s: a link, not a file" % name)
+        if sums and sums != expected:
+            line = _first_difference(sums, expected)
+            problems.append(f"{SUMS}:{line}: not what {SUCCESS} says")
+    else:  # SUCCESS.json is damaged: the list beside it still tells what else is
+        files, listing = {line[66:]: line[:64] for line in sums.splitlines()}, SUMS
+    present = set(evidence_files(folder)) - {SUCCESS, FAILED}
+    for name in sorted(present | set(files) - {SUCCESS} | {"manifest.json", "verify.py"}):
+        if name not in present:
+            problems.append(f"{name}: missing")
+        elif (folder / name).is_symlink():
+            problems.append(f"{name}: a link, not a file")
         elif name not in files:
-            if success.get("sealed") is not False or name not in WRITTEN_BY_RUNNER:
-                problems.append("%s: not listed in SUCCESS.json" % name)
+            if success.get("sealed", True) or name not in WRITTEN_BY_RUNNER:
+                problems.append(f"{name}: not listed in {listing}")
         elif sha256_file(folder / name) != files[name]:
-            problems.append("%s: changed: its sha256 is not the one in SUCCESS.json" % name)
-    for name in ("manifest.json", "verify.py"):
-        if name not in files:
-            problems.append("%s: not in the list of files of SUCCESS.json" % name)
+            problems.append(f"{name}: changed: its sha256 is not the one in {listing}")
     return problems
 
 
 def _check_json(folder: Path, name: str) -> tuple[object, list[str]]:
     try:
-        value = strict_json((folder / name).read_bytes().decode("utf-8"))
+        value = strict_json((folder / name).read_bytes())
     except json.JSONDecodeError as error:
-        return None, ["%s:%d: not JSON: %s" % (name, error.lineno, error.msg)]
+        return None, [f"{name}:{error.lineno}: not JSON: {error.msg}"]
     except ValueError as error:
-        return None, ["%s: not JSON: %s" % (name, error)]
+        return None, [f"{name}: not JSON: {error}"]
     if name not in SCHEMAS:
         return value, []
     if not isinstance(value, dict):
-        return None, ["%s: must hold an object" % name]
-    problems = ["%s: %s" % (name, fault) for fault in _faults(value, SCHEMAS[name])]
-    for (owner, field), schema in LIST_ITEMS.items():
-        if owner == name and isinstance(value.get(field), list):
-            for index, item in enumerate(value[field]):
-                found = _faults(item, schema) if isinstance(item, dict) else ["not an object"]
-                problems += ["%s: %s[%d]: %s" % (name, field, index, fault) for fault in found]
+        return None, [f"{name}: must hold an object"]
+    problems = [f"{name}: {fault}" for fault in _faults(value, SCHEMAS[name])]
+    for (owner, field), schema in PART_SCHEMAS.items():
+        part = value.get(field)
+        if owner == name and part is not None:
+            for index, item in enumerate(part if isinstance(part, list) else [part], 1):
+                problems += [f"{name}: {field} {index}: {fault}" for fault in _faults(item, schema)]
     return value, problems
 
 
-def _faults(value: dict, schema: dict) -> list[str]:
+@functools.lru_cache(maxsize=None)  # noqa: UP033 - cache needs Python 3.9
+def _fields(schema: str) -> list[tuple[str, bool, str, dict]]:
+    """Name, whether it may be absent, its types in words, and the test of each Python type."""
+    fields = []
+    for name, kinds in (field.split(":") for field in schema.split()):
+        tests = {one: TYPES[kind][1] for kind in kinds.split("|") for one in TYPES[kind][0]}
+        fields.append((name.rstrip("?"), name.endswith("?"), kinds.replace("|", " or "), tests))
+    return fields
+
+
+def _faults(value: object, schema: str) -> list[str]:
+    if not isinstance(value, dict):
+        return ["must be an object"]
     faults = []
-    for field, allowed in schema.items():
-        name = field.rstrip("?")
+    for name, optional, kinds, tests in _fields(schema):
         if name not in value:
-            if not field.endswith("?"):
-                faults.append("field %r is missing" % name)
-        elif not any(_IS_TYPE[kind](value[name]) for kind in allowed.split("|")):
-            faults.append("field %r must be %s, not %r"
-                          % (name, allowed.replace("|", " or "), value[name]))
+            if not optional:
+                faults.append(f"field {name!r} is missing")
+            continue
+        field = value[name]
+        kind = type(field)
+        if kind not in tests or (tests[kind] and not tests[kind](field)):
+            faults.append(f"field {name!r} must be {kinds}, not {field!r}")
     return faults
 
 
-def _check_manifest(manifest: object, success: dict) -> list[str]:
-    if not isinstance(manifest, dict):
-        return []  # missing or malformed: already said
+def _check_manifest(manifest: dict, success: dict) -> list[str]:
     problems = []
     for field in ("run_id", "notebook", "started_at"):
-        if field in success and manifest.get(field) != success[field]:
-            problems.append("manifest.json: %s %r is not SUCCESS.json's %r"
-                            % (field, manifest.get(field), success[field]))
+        if manifest.get(field) != success[field]:
+            problems.append(f"manifest.json: {field} is not the {success[field]!r} of {SUCCESS}")
     parameters, origins = manifest.get("parameters"), manifest.get("origins")
     if isinstance(parameters, dict) and isinstance(origins, dict):
-        problems += ["manifest.json: parameter %r has no origin" % name
-                     for name in sorted(set(parameters) - set(origins))]
+        missing = sorted(set(parameters) - set(origins))
+        problems += [f"manifest.json: parameter {name!r} has no origin" for name in missing]
     return problems
 
 
@@ -315,181 +307,162 @@ def check_metrics(data: bytes, success: dict) -> list[str]:
         if fault:
             problems.append(_at(number, fault))
     problems += _check_chain(lines, rows, success.get("metrics") or {})
-    header = rows[0] if rows and rows[0].get("kind") == "header" else None
-    if header is None:
+    header = rows[0] if rows and rows[0].get("kind") == "header" else {}
+    if not header:
         problems.append(_at(1, "the first row must be the header"))
-    elif "run_id" in success and header.get("run_id") != success["run_id"]:
-        problems.append(_at(1, "run_id %r is not SUCCESS.json's" % header.get("run_id")))
-    return problems + _check_progress(rows, (header or {}).get("tokens_per_step"), success)
+    elif success and header["run_id"] != success["run_id"]:
+        problems.append(_at(1, f"run_id is not the {success['run_id']!r} of {SUCCESS}"))
+    return problems + _check_progress(rows, header.get("tokens_per_step"), success)
 
 
 def _at(line: int, fault: str) -> str:
-    return "%s:%d: %s" % (METRICS, line, fault)
+    return f"{METRICS}:{line}: {fault}"
 
 
 def _parse_row(line: bytes) -> tuple[dict, str]:
     try:
-        row = strict_json(line.decode("utf-8"))
+        row = strict_json(line)
     except ValueError as error:
-        return {}, "not JSON: %s" % error
+        return {}, f"not JSON: {error}"
     if not isinstance(row, dict) or row.get("kind") not in ROWS:
-        return {}, "kind must be one of %s" % ", ".join(ROWS)
-    faults = _faults(row, ROWS[row["kind"]]) + _faults(row, {"row": "count", "previous": "sha256"})
+        return {}, f"kind must be one of {', '.join(ROWS)}"
+    faults = _faults(row, ROWS[row["kind"]]) + _faults(row, "row:count previous:sha256")
     return ({}, faults[0]) if faults else (row, "")
 
 
-def _check_chain(lines: list, rows: list, end: dict) -> list[str]:
-    problems, broken = [], []
-    for number, row in enumerate(rows, 1):
-        if row and row["row"] != number:
-            problems.append(_at(number, "holds row %d: lines were removed, added or moved"
-                                % row["row"]))
-            break
+def _check_chain(lines: list[bytes], rows: list[dict], end: dict) -> list[str]:
+    problems: list[str] = []
     hashes = [CHAIN_START] + [sha256_bytes(line) for line in lines]
+    broken = []
     for number, row in enumerate(rows, 1):
         if row and row["previous"] != hashes[number - 1]:
             broken.append(number)
-    if end and end.get("rows") != len(lines):
-        problems.append(_at(len(lines), "%d lines, but SUCCESS.json counts %s"
-                            % (len(lines), end.get("rows"))))
-    if end and end.get("last_row_sha256") != hashes[-1]:
+        if row and row["row"] != number and not problems:
+            problems.append(_at(number, f"holds row {row['row']}: lines were removed or added"))
+    if end and end["last_row_sha256"] != hashes[-1]:
         broken.append(len(lines) + 1)
+    if end and end["rows"] != len(lines):
+        problems.append(_at(len(lines), f"the last line, but {SUCCESS} counts {end['rows']}"))
     for number in broken:  # a changed link breaks two joints, changed content only the next one
         if number - 1 not in broken:
             line = number if number + 1 in broken or number == 1 else number - 1
-            problems.append(_at(line, "changed, or lines after it were removed: "
-                                "the next link is not its sha256"))
+            problems.append(_at(line, "changed, or lines after it removed: the chain breaks here"))
     return problems
 
 
-def _check_progress(rows: list, tokens_per_step: object, success: dict) -> list[str]:
-    """Tokens, bits per byte, and clocks that never run back, across resumes."""
+def _check_progress(rows: list[dict], tokens_per_step: object, success: dict) -> list[str]:
+    """Tokens, bits per byte, and clocks that never run back except at a resume."""
     problems = []
-    step = {"train": -1, "eval": -1}
-    elapsed, tokens = 0.0, None
+    steps = {"train": -1, "eval": -1}
+    elapsed, last = 0.0, None
     for number, row in enumerate(rows, 1):
         kind = row.get("kind")
         if kind == "event" and row["event"] == "resume":
             at = row.get("step", 0)
-            step = {"train": at, "eval": min(at, step["eval"])}
+            steps = {"train": at, "eval": min(at, steps["eval"])}
             elapsed = row.get("elapsed_s", 0.0)
-        if kind not in step:
+        if kind not in steps:
             continue
-        if type(tokens_per_step) is int and row["tokens"] != row["step"] * tokens_per_step:
-            problems.append(_at(number, "tokens %d is not step %d x %d"
-                                % (row["tokens"], row["step"], tokens_per_step)))
-        if row["step"] < step[kind] + (kind == "train"):
-            problems.append(_at(number, "step %d does not follow step %d with no resume between"
-                                % (row["step"], step[kind])))
+        step, least = row["step"], steps[kind] + (kind == "train")
+        if tokens_per_step is not None and row["tokens"] != step * tokens_per_step:
+            problems.append(_at(number, f"tokens is not step {step} x {tokens_per_step}"))
+        if step < least:
+            problems.append(_at(number, f"step {step} comes after {steps[kind]} without a resume"))
         if row["elapsed_s"] < elapsed:
-            problems.append(_at(number, "elapsed_s runs back from %r to %r"
-                                % (elapsed, row["elapsed_s"])))
-        step[kind], elapsed = row["step"], row["elapsed_s"]
+            problems.append(_at(number, f"elapsed_s runs back from {elapsed}"))
+        steps[kind], elapsed = step, row["elapsed_s"]
         if kind == "train":
-            tokens = row["tokens"]
+            last = (step, row["tokens"])
             if row["loss"] is None and row["finite"]:
                 problems.append(_at(number, "loss is null although finite is true"))
-        else:
-            problems += [_at(number, fault) for fault in _bpb_faults(row)]
-    if "final_step" in success and tokens is not None:
-        last = (step["train"], tokens)
-        if last != (success["final_step"], success.get("final_tokens")):
-            problems.append("%s: final_step and final_tokens %r are not those of %s, %r" % (
-                SUCCESS, (success["final_step"], success.get("final_tokens")), METRICS, last))
+        elif row["ce"] is not None:
+            problems += [_at(number, fault) for fault in _bits_per_byte_faults(row)]
+    if success and last and last != (success["final_step"], success["final_tokens"]):
+        problems.append(f"{SUCCESS}: final_step and final_tokens are not {METRICS}'s {last}")
     return problems
 
 
-def _bpb_faults(row: dict) -> list[str]:
-    """bpb_est = ce / ln 2 / 4.2 and bpb_exact = exact_nats / ln 2 / bytes (nats of targets that
-    have bytes). Without exact_nats only its upper bound, ce * target_tokens, can be checked."""
+def _bits_per_byte_faults(row: dict) -> list[str]:
+    """bpb_est = ce / ln 2 / 4.2; bpb_exact = exact_nats / ln 2 / bytes, summed over the targets
+    that have bytes. Without exact_nats only its upper bound, ce * target_tokens, is checked."""
+    bits, exact = row["ce"] / math.log(2), row.get("bpb_exact")
     faults = []
-    if row["ce"] is None:
-        return faults
-    bits = row["ce"] / math.log(2)
-    estimate = bits / ESTIMATED_BYTES_PER_TOKEN
-    if not _close(row["bpb_est"], estimate):
-        faults.append("bpb_est %r is not ce / ln 2 / 4.2 = %r" % (row["bpb_est"], estimate))
-    exact = row.get("bpb_exact")
+    if not _close(row["bpb_est"], bits / ESTIMATED_BYTES_PER_TOKEN):
+        faults.append(f"bpb_est is not ce / ln 2 / 4.2 = {bits / ESTIMATED_BYTES_PER_TOKEN}")
     if exact is None:
         return faults
     if not row.get("bytes"):
-        return faults + ["bpb_exact without a count of bytes"]
-    if row.get("exact_nats") is not None:
-        value = row["exact_nats"] / math.log(2) / row["bytes"]
-        if not _close(exact, value):
-            faults.append("bpb_exact %r is not exact_nats / ln 2 / bytes = %r" % (exact, value))
-    limit = bits * row["target_tokens"] / row["bytes"]
-    if exact > limit * (1 + ARITHMETIC_TOLERANCE):
-        faults.append("bpb_exact %r is above ce * target_tokens / ln 2 / bytes = %r"
-                      % (exact, limit))
+        return [*faults, "bpb_exact without a count of bytes"]
+    nats = row.get("exact_nats")
+    if nats is not None and not _close(exact, nats / math.log(2) / row["bytes"]):
+        faults.append("bpb_exact is not exact_nats / ln 2 / bytes")
+    if exact > bits * row["target_tokens"] / row["bytes"] * (1 + ARITHMETIC_TOLERANCE):
+        faults.append("bpb_exact is above ce * target_tokens / ln 2 / bytes")
     return faults
 
 
-def _close(value: object, expected: float) -> bool:
+def _close(value: float | None, expected: float) -> bool:
     return value is not None and math.isclose(value, expected, rel_tol=ARITHMETIC_TOLERANCE)
 
 
-def _check_notebook(folder: Path, success: dict, manifest: object) -> list[str]:
+def _check_notebook(folder: Path, success: dict) -> list[str]:
     """Every code cell of the sealed notebook ran, in order and without error, in this run."""
     if not (folder / NOTEBOOK).is_file():
-        return ["%s: missing from a sealed run" % NOTEBOOK]
-    notebook, problems = _check_json(folder, NOTEBOOK)
-    if problems or not isinstance(notebook, dict):
-        return []  # not JSON, or changed: already said
+        return [f"{NOTEBOOK}: missing from a sealed run"]
+    try:
+        notebook = json.loads((folder / NOTEBOOK).read_bytes().decode("utf-8"))
+    except ValueError as error:
+        return [f"{NOTEBOOK}: not JSON: {error}"]
+    problems = []
     count = 0
-    for index, cell in enumerate(notebook.get("cells", []), 1):
-        if cell.get("cell_type") != "code" or not "".join(cell.get("source", "")).strip():
+    for index, cell in enumerate(notebook["cells"], 1):
+        if cell["cell_type"] != "code" or not "".join(cell["source"]).strip():
             continue
-        ran = cell.get("execution_count")
-        if not isinstance(ran, int) or ran <= count:
-            problems.append("%s: cell %d did not run, or not in order" % (NOTEBOOK, index))
-        else:
-            count = ran
-        if any(out.get("output_type") == "error" for out in cell.get("outputs", [])):
-            problems.append("%s: cell %d ended in an error" % (NOTEBOOK, index))
-    times = notebook.get("metadata", {}).get("papermill", {})
-    first, last = times.get("start_time"), times.get("end_time")
-    if first and last and not (first[:19] <= success["started_at"][:19]
-                               and success["finished_at"][:19] <= last[:19]):
-        problems.append("%s: executed from %s to %s, not in this run" % (NOTEBOOK, first, last))
+        ran = cell["execution_count"] or 0
+        if ran <= count:
+            problems.append(f"{NOTEBOOK}: cell {index} did not run, or not in order")
+        count = max(ran, count)
+        if any(output["output_type"] == "error" for output in cell["outputs"]):
+            problems.append(f"{NOTEBOOK}: cell {index} ended in an error")
+    times = notebook["metadata"].get("papermill", {})
+    first, last = times.get("start_time") or "", times.get("end_time") or "9"
+    started, finished = success["started_at"], success["finished_at"]
+    if first[:19] > started[:19] or last[:19] < finished[:19]:
+        problems.append(f"{NOTEBOOK}: executed from {first} to {last}, not in this run")
     return problems
 
 
 def _check_checkpoint(folder: Path, success: dict) -> list[str]:
     """The last checkpoint's commit file and the files it lists, where checkpoints are present."""
     last = success.get("checkpoint")
-    if not isinstance(last, dict) or not (folder / CHECKPOINTS).is_dir():
+    if not last or not (folder / CHECKPOINTS).is_dir():
         return []
-    name = "%s/commit.json" % last.get("path")
-    if not (folder / name).is_file():
-        return ["%s: missing" % name]
-    if sha256_file(folder / name) != last.get("commit_sha256"):
-        return ["%s: changed: its sha256 is not the one in SUCCESS.json" % name]
+    wanted = {f"{last['path']}/commit.json": last["commit_sha256"]}
+    commit = folder / last["path"] / "commit.json"
+    if commit.is_file() and sha256_file(commit) == last["commit_sha256"]:
+        for name, entry in json.loads(commit.read_bytes().decode("utf-8"))["files"].items():
+            wanted[f"{last['path']}/{name}"] = entry["sha256"] if isinstance(entry, dict) else entry
     problems = []
-    files = strict_json((folder / name).read_text("utf-8")).get("files", {})
-    for part, digest in files.items():
-        path = (folder / name).parent / part
-        wanted = digest.get("sha256") if isinstance(digest, dict) else digest
-        if not path.is_file():
-            problems.append("%s/%s: missing" % (last["path"], part))
-        elif sha256_file(path) != wanted:
-            problems.append("%s/%s: changed: its sha256 is not the one in commit.json"
-                            % (last["path"], part))
+    for name, digest in wanted.items():
+        if not (folder / name).is_file():
+            problems.append(f"{name}: missing")
+        elif sha256_file(folder / name) != digest:
+            problems.append(f"{name}: changed: its sha256 is not the one recorded")
     return problems
 
 
 def main(arguments: list[str]) -> int:
     """Prints one line a run, and its problems. Returns 0 only if every run is verified."""
-    failures = 0
+    refused = 0
     for folder in arguments or [os.path.dirname(os.path.abspath(__file__))]:
         problems = verify(folder)
-        failures += bool(problems)
-        print("%s  %s" % ("REFUSED" if problems else "VERIFIED", folder))
+        refused += bool(problems)
+        print(f"{'REFUSED ' if problems else 'VERIFIED'}  {folder}")
         for problem in problems[:20]:
-            print("  " + problem)
+            print(f"  {problem}")
         if len(problems) > 20:
-            print("  and %d more" % (len(problems) - 20))
-    return 1 if failures else 0
+            print(f"  and {len(problems) - 20} more")
+    return 1 if refused else 0
 
 
 if __name__ == "__main__":
