@@ -31,8 +31,8 @@ SCHEMA = "atomic-token-dataset/1"
 MANIFEST = "manifest.json"
 SPLIT_FILES = {"train": "train.bin", "validation": "val.bin"}
 
-# (stage, done, total or None, text), as `RunFolder.progress` takes it.
-Progress = Callable[[str, int, int | None, str], None]
+# (stage, done, total or 0 where unknown, text), as `RunFolder.progress` takes it.
+Progress = Callable[[str, float, float, str], None]
 
 # Seconds between updates of the bar: each one is a line in a notebook that runs headless.
 _BAR_SECONDS_TERMINAL, _BAR_SECONDS_HEADLESS = 0.5, 30.0
@@ -115,7 +115,7 @@ def _write_dataset(
             bar.update(task.characters)
             bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
             if progress is not None:
-                progress("tokenise", tokens, max_tokens, f"{source.name}: {tokens:,} tokens")
+                progress("tokenise", tokens, max_tokens or 0, f"{source.name}: {tokens:,} tokens")
             if max_tokens is not None and tokens >= max_tokens:
                 break
         for file in files.values():

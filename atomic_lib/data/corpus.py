@@ -103,7 +103,7 @@ def open_dataset(
 
     vocab_size: the model's; no id may reach it. root: relative paths start here, and built datasets
     lie in `data_folder` (None: root/data). kaggle_inputs: folders that Kaggle mounts datasets in.
-    progress: called as (stage, done, total or None, text) while a dataset is built. Raises
+    progress: called as (stage, done, total or 0, text) while a dataset is built. Raises
     ValueError or FileNotFoundError as `parse_corpus`, `build_dataset`, `open_token_folder` and
     `find_kaggle_dataset` do.
     """

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-WORDS = "alpha beta gamma delta river stone cloud lantern orchard winter summer 1871 42".split()
+WORDS = ["alpha", "beta", "river", "stone", "cloud", "lantern", "winter", "1871", "42"]
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 """The order of training windows: reproducible for ever, and no window twice in an epoch.
 
 Oracles: (1) Philox4x64-10 written out below from its publication (Salmon et al., "Parallel random
-numbers: as easy as 1, 2, 3", SC 2011) in Python integers, and Python's own stable sort; neither uses
-numpy. (2) The definition of a permutation: each epoch, sorted, is 0..W-1. All comparisons are exact.
+numbers: as easy as 1, 2, 3", SC 2011) in Python integers, and Python's own stable sort; neither
+uses numpy. (2) The definition of a permutation: each epoch, sorted, is 0..W-1. All exact.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ WORD = 2**64
 
 
 def philox_words(key: tuple[int, int], count: int) -> list[int]:
-    """The first `count` 64-bit words; the counter starts at 1, as numpy's does for a fresh state."""
+    """The first `count` 64-bit words; a fresh numpy state counts up before its first block."""
     words: list[int] = []
     counter = 0
     while len(words) < count:

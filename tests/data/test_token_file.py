@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token files: both layouts are read exactly, and each kind of damage is named.
 
-Oracle: the files are written here byte by byte with `struct`, which the reader does not use; windows
-are compared with slices of the Python list that was written. All comparisons are exact.
+Oracle: the files are written here byte by byte with `struct`, which the reader does not use;
+windows are compared with slices of the Python list that was written. All exact.
 """
 
 import hashlib
