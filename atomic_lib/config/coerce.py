@@ -105,20 +105,28 @@ def accepts_none(config_class: type, name: str) -> bool:
     return types.NoneType in typing.get_args(kind)
 
 
-def build(config_class: type, values: Mapping[str, Any], *, where: str = "") -> Any:
+def coerce_fields(config_class: type, values: Mapping[str, Any], *, where: str = "") -> dict:
+    """Returns `values` with every value as the dataclass `config_class` declares its field.
+
+    `where` prefixes key names in messages. Raises ValueError for an unknown name (with the nearest
+    valid ones) and TypeError for a value of the wrong kind.
+    """
+    names = [field.name for field in dataclasses.fields(config_class) if field.init]
+    for name in values:
+        if name not in names:
+            raise ValueError(f"{where}{name}: no such parameter; {nearest_names(name, names)}")
+    kinds = typing.get_type_hints(config_class)
+    return {name: coerce(where + name, value, kinds[name]) for name, value in values.items()}
+
+
+def build(config_class: type, values: Mapping[str, Any]) -> Any:
     """Builds the dataclass `config_class` from loosely typed `values`.
 
-    `where` prefixes key names in messages. Raises ValueError for an unknown or missing name (with
-    the nearest valid ones) and TypeError for a value of the wrong kind; the class's own
+    Raises as `coerce_fields` does, and ValueError for a missing name; the class's own
     `__post_init__` refuses impossible combinations.
     """
-    fields = {field.name: field for field in dataclasses.fields(config_class) if field.init}
-    for name in values:
-        if name not in fields:
-            raise ValueError(f"{where}{name}: no such parameter; {nearest_names(name, fields)}")
-    kinds = typing.get_type_hints(config_class)
-    converted = {name: coerce(where + name, value, kinds[name]) for name, value in values.items()}
-    for name, field in fields.items():
-        if name not in converted and _is_required(field):
-            raise ValueError(f"{where}{name}: missing; it has no default and must be given")
+    converted = coerce_fields(config_class, values)
+    for field in dataclasses.fields(config_class):
+        if field.name not in converted and _is_required(field):
+            raise ValueError(f"{field.name}: missing; it has no default and must be given")
     return config_class(**converted)

@@ -6,9 +6,12 @@ Muon and AdamW at 3e-4, cosine over 8 h 54 min of wall clock) unless a comment s
 A parameter file states what differs.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
+from atomic_lib.config.coerce import coerce_fields
+from atomic_lib.model.config import ModelConfig
 from atomic_lib.presets import get_preset
 
 
@@ -62,9 +65,7 @@ class TrainConfig(RunConfig):
     """One training run. Rates are per step, sizes are global (over all devices)."""
 
     preset: str
-    model: dict[str, Any] = field(
-        default_factory=dict
-    )  # ModelConfig fields that replace the preset's
+    model: dict[str, Any] = field(default_factory=dict)  # fields of the preset to replace
     kernel_backend: Literal["auto", "xla", "reference", "tpu"] = "auto"
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
@@ -103,7 +104,7 @@ class TrainConfig(RunConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        get_preset(self.preset)
+        self.model_config  # noqa: B018 - refuses an unknown preset or field at once
         _require_positive(
             self, "sequence_length", "batch_size", "accumulate_steps", "learning_rate", "clip_norm",
             "budget_seconds", "max_steps", "max_tokens", "eval_every", "eval_batches",
@@ -117,6 +118,12 @@ class TrainConfig(RunConfig):
             _require(0 <= getattr(self, key) <= 1, key, getattr(self, key), "in [0, 1]")
         self._require_horizon()
         self._require_divisible()
+
+    @cached_property
+    def model_config(self) -> ModelConfig:
+        """The architecture: the preset with the fields of `model` replaced."""
+        replaced = coerce_fields(ModelConfig, self.model, where="model.")
+        return replace(get_preset(self.preset), **replaced)
 
     def _require_horizon(self):
         limits = {"time": "budget_seconds", "steps": "max_steps", "tokens": "max_tokens"}
