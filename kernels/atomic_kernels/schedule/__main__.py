@@ -43,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
     parser.add_argument("--figure", metavar="FILE", help="draw unit use over the schedule")
     parser.add_argument("--dump", metavar="FOLDER", help="keep the compiler's texts in a new folder")
-    options = parser.parse_args(words)
+    options = parser.parse_intermixed_args(words)
     try:
         report = compile_schedule(
             options.target,

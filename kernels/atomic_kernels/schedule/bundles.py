@@ -29,6 +29,11 @@ _UNCOUNTED = re.compile(r"^\s*// DoWhile loop")
 # branch is followed by four bundles that are empty or belong to the branch's own region.
 BRANCH_DELAY_SLOTS = 4
 
+# A pipelined grid of n steps runs n + 2 trips: step i + 1 is fetched and step i - 1 written back
+# while step i computes. Its index is annotated with the stage it serves.
+PIPELINE_FILL = 2
+_PIPELINED = "iteration index, stage = "
+
 
 class ScheduleFormatError(RuntimeError):
     """The dump does not look as this reader expects: another compiler version, most likely."""
@@ -36,13 +41,18 @@ class ScheduleFormatError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """One loop: bundles [start, stop), nesting depth from 1, trips None where not known."""
+    """One loop: bundles [start, stop), nesting depth from 1, trips None where not known.
+
+    fill counts the trips that only start the first or finish the last transfers of a pipelined
+    grid: they issue the loop's bundles but skip the kernel's body.
+    """
 
     start: int
     stop: int
     depth: int
     region: int
     trips: int | None
+    fill: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +158,7 @@ def find_loops(
                     depth=depth,
                     region=region,
                     trips=region_trips[region],
+                    fill=PIPELINE_FILL if _PIPELINED in bundles[start].text else 0,
                 )
             )
     if opened:
@@ -159,16 +170,23 @@ def find_loops(
 
 
 def bundle_weights(
-    count: int, loops: tuple[Loop, ...], *, unknown_as: int | None = None
+    count: int,
+    loops: tuple[Loop, ...],
+    *,
+    unknown_as: int | None = None,
+    without_fill: bool = False,
 ) -> list[int | None]:
     """Times each bundle issues: the product of the trip counts around it.
 
     A bundle in a loop of unknown count weighs None, or `unknown_as` times the rest when given
-    (1 gives a lower bound: a loop whose test is at its end runs at least once).
+    (1 gives a lower bound: a loop whose test is at its end runs at least once). without_fill
+    leaves out the trips that only fill or drain a pipelined grid.
     """
     weights: list[int | None] = [1] * count
     for loop in loops:
         trips = unknown_as if loop.trips is None else loop.trips
+        if without_fill and trips is not None:
+            trips = max(0, trips - loop.fill)
         for index in range(loop.start, loop.stop):
             weight = weights[index]
             weights[index] = None if weight is None or trips is None else weight * trips

@@ -2,14 +2,17 @@
 """Facts about the TPU chips whose schedules can be read, and how to name them to libtpu.
 
 clock_hertz is the rate at which one VLIW bundle issues; peak_flops counts bf16 multiply-adds as
-two; hbm_bytes_per_second is the published peak. peak_flops = 2 * MXUs * side**2 * clock_hertz:
-v5e 2 * 4 * 128**2 * 1.5e9 = 1.97e14, v6e 2 * 4 * 256**2 * 1.75e9 = 9.18e14.
+two; hbm_bytes_per_second is the published peak. peak_flops = 2 * units * side**2 * rows a cycle * clock_hertz:
+v5e 2 * 4 * 128**2 * 1.5e9 = 1.97e14, v6e 2 * 2 * 2 * 256**2 * 1.75e9 = 9.18e14.
+(v6e takes two rows a cycle, v5e one: the spacing of matrix products in their schedules.)
 Source: Google Cloud TPU system architecture pages (peaks, HBM).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,10 @@ class Chip:
     hbm_bytes_per_second: float
     hbm_bytes: int
     accelerator_type: str
+    # Cycles that one matrix product instruction holds its unit, by operand format: the least
+    # distance of two on one unit in schedules that keep the waits. An instruction takes 16 rows
+    # of a packed bf16 operand or 8 of an f32 one.
+    matmul_hold_cycles: Mapping[str, int] = field(repr=False)
 
     def seconds(self, cycles: float) -> float:
         """Time of `cycles` bundles at the chip's clock, in seconds."""
@@ -36,6 +43,7 @@ CHIPS = {
         hbm_bytes_per_second=819e9,
         hbm_bytes=16 * 2**30,
         accelerator_type="v5litepod-8",
+        matmul_hold_cycles=MappingProxyType({"bf16": 16, "f32": 8, "lmr": 8}),
     ),
     "v6e": Chip(
         name="v6e",
@@ -44,6 +52,7 @@ CHIPS = {
         hbm_bytes_per_second=1640e9,
         hbm_bytes=32 * 2**30,
         accelerator_type="v6e-8",
+        matmul_hold_cycles=MappingProxyType({"bf16": 8, "f32": 4}),
     ),
 }
 

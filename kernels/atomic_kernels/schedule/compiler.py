@@ -105,6 +105,7 @@ def read_dump(
 ) -> ScheduleReport:
     """The report of a compile from the worker's result and the texts in `dump`."""
     module = HloModule(result["hlo"])
+    chip = chip_for_topology(request["topology"])
     return ScheduleReport(
         target=request["target"],
         arguments=dict(request["arguments"]),
@@ -115,7 +116,7 @@ def read_dump(
         libtpu_version=result["libtpu_version"],
         compile_seconds=result["compile_seconds"],
         memory=dict(result["memory"]),
-        operations=tuple(operation_from_dump(work, dump) for work in module.work()),
+        operations=tuple(operation_from_dump(work, dump, chip) for work in module.work()),
     )
 
 

@@ -83,7 +83,14 @@ class HloModule:
         return list(self._walk(self.entry, 1))
 
     def hbm_bytes(self, instruction: Instruction) -> int:
-        """Padded bytes in HBM of the instruction's operands and results."""
+        """Padded bytes in HBM of the instruction's operands and results.
+
+        An asynchronous transfer counts at its start, whose result names both ends.
+        """
+        if instruction.opcode.endswith("-done"):
+            return 0
+        if instruction.opcode.endswith("-start"):
+            return hbm_bytes(instruction.shape)
         shapes = [self._shapes.get(name, "") for name in dict.fromkeys(instruction.operands)]
         return sum(map(hbm_bytes, [*shapes, instruction.shape]))
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,20 +19,19 @@ from atomic_kernels.schedule.bundles import (
     parse_loop_regions,
     parse_units,
 )
+from atomic_kernels.schedule.chips import Chip
 from atomic_kernels.schedule.hlo import Work
 from atomic_kernels.schedule.report import Operation, UnitUse
 
 _PALLAS_TARGET = "tpu_custom_call"
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_COPY_OPCODES = ("copy", "transpose", "reshape", "copy-start", "copy-done")
+_COPY_OPCODES = ("copy", "transpose", "reshape")
 _COPY_FUSION = re.compile(r"^(copy|transpose|bitcast)[\w.\-]*fusion")
-# A matrix product instruction holds its unit for as many cycles as it has rows. A packed operand
-# has 16 rows (bf16) in a vector register of 8 sublanes, an unpacked one 8, an 8-bit one 32.
-_MATMUL = re.compile(r"\bvmatmul\.(\w+)")
-_MATMUL_ROWS = {"bf16": 16, "f32": 8, "s8": 32, "u8": 32, "f8e4m3": 32, "f8e5m2": 32, "s4": 64}
+# A matrix product with its modifiers, e.g. vmatmul.msk.bf16.gmra.mxu2.
+_MATMUL = re.compile(r"\bvmatmul\.([\w.]+)")
 
 
-def operation_from_dump(work: Work, dump: Path) -> Operation:
+def operation_from_dump(work: Work, dump: Path, chip: Chip) -> Operation:
     """The operation of one scheduled HLO instruction, with its schedule where `dump` has one."""
     instruction = work.instruction
     estimated = instruction.attribute(r'"estimated_cycles":"(\d+)"')
@@ -62,19 +62,17 @@ def operation_from_dump(work: Work, dump: Path) -> Operation:
                 "the libtpu version; this reader needs an update."
             )
         return base
-    return with_schedule(base, *texts)
+    return with_schedule(base, *texts, chip=chip)
 
 
 def with_schedule(
-    operation: Operation, final: str, packed: str, listing: str, units: str
+    operation: Operation, final: str, packed: str, listing: str, units: str, *, chip: Chip
 ) -> Operation:
     """The operation with its cycles and unit use from the four texts of its schedule.
 
     final and packed are the bundles after and before the compiler leaves waits to the hardware,
     listing the region listing, units the unit table of the final bundles.
     """
-    import dataclasses
-
     bundles, regions = parse_bundles(final), parse_loop_regions(listing)
     loops = find_loops(bundles, regions)
     weights = bundle_weights(len(bundles), loops)
@@ -91,7 +89,7 @@ def with_schedule(
         cycles=cycles,
         cycles_at_least=_sum(lower),
         stall_cycles=_difference(_packed_cycles(packed, regions), cycles),
-        matmul_cycles=_matmul_cycles(bundles, lower, table),
+        matmul_cycles=_matmul_cycles(bundles, loops, table, chip),
         loops=loops,
         units=unit_use(table, lower, 0, len(bundles)),
         main_loop_units=_main_loop_units(table, loops, lower),
@@ -137,17 +135,24 @@ def _packed_cycles(packed: str, regions: dict[int, int | None]) -> int | None:
 
 
 def _matmul_cycles(
-    bundles: Sequence[Bundle], weights: Sequence[int | None], table: UnitTable
+    bundles: Sequence[Bundle], loops: tuple[Loop, ...], table: UnitTable, chip: Chip
 ) -> int | None:
-    """Cycles of all matrix products spread evenly over the units; None for an unknown format."""
-    if "MXU" not in table.units:
-        return None
+    """Cycles of all matrix products spread evenly over the units.
+
+    None where a loop's count or the operand format of a product is not known.
+    """
     total = 0
+    weights = bundle_weights(len(bundles), loops, without_fill=True)
     for bundle, weight in zip(bundles, weights, strict=True):
-        for kind in _MATMUL.findall(bundle.text):
-            if kind not in _MATMUL_ROWS:
+        for modifiers in _MATMUL.findall(bundle.text):
+            hold = [
+                chip.matmul_hold_cycles[part]
+                for part in modifiers.split(".")
+                if part in chip.matmul_hold_cycles
+            ]
+            if not hold or weight is None:
                 return None
-            total += _MATMUL_ROWS[kind] * (weight or 0)
+            total += hold[0] * weight
     return total // table.capacity[table.units.index("MXU")]
 
 
@@ -158,6 +163,8 @@ def _kind(work: Work) -> str:
         return "pallas" if target == _PALLAS_TARGET else "other"
     if instruction.opcode.startswith(_COLLECTIVES):
         return "collective"
+    if instruction.opcode.endswith(("-start", "-done")):
+        return "transfer"
     if instruction.opcode in _COPY_OPCODES or _COPY_FUSION.match(instruction.name):
         return "copy"
     return "fusion" if instruction.opcode == "fusion" else "other"

@@ -41,7 +41,7 @@ class Operation:
     """One scheduled HLO instruction: a Pallas kernel, a fusion, a copy or another.
 
     kind             "pallas", "fusion", "copy" (copy, transpose, reshape and their fusions),
-                     "collective" or "other".
+                     "transfer" (asynchronous, between HBM and VMEM), "collective" or "other".
     executions       runs in one call of the program; None where a loop's count is not known.
     bundles          length of its program; None where the compiler left no schedule.
     cycles           issued bundles of one run; None where a loop's count is not known.
