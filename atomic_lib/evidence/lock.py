@@ -39,3 +39,18 @@ def lock_folder(folder: Path) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     _descriptors[path] = descriptor
+
+
+def locked_by(folder: Path) -> str:
+    """The process that has claimed a run folder, as text, or "" if none has."""
+    path = Path(folder) / LOCK
+    if fcntl is None or not path.exists():
+        return ""
+    with open(path, "r+b") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return file.read(32).decode(errors="replace").strip() or "unknown"
+        except OSError:
+            return ""
+    return ""

@@ -8,7 +8,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,12 @@ from atomic_lib.evidence.files import atomic_write, plain, write_json
 from atomic_lib.evidence.lock import lock_folder
 from atomic_lib.evidence.manifest import build_manifest, device_facts, input_record, utc_now
 from atomic_lib.evidence.metrics_log import MetricsLog
-from atomic_lib.evidence.seal import write_failure, write_success
+from atomic_lib.evidence.seal import drop_success, write_failure, write_success
 from atomic_lib.evidence.verify import (
     FAILED,
     METRICS,
     NOTEBOOK,
     REPORT,
-    SUCCESS,
-    SUMS,
     evidence_files,
 )
 
@@ -150,8 +148,7 @@ class RunFolder:
 
         A FAILED.json of an earlier attempt in this session is removed at the start.
         """
-        with suppress(FileNotFoundError):
-            (self.path / FAILED).unlink()
+        (self.path / FAILED).unlink(missing_ok=True)
         try:
             yield self
         except BaseException as error:
@@ -207,10 +204,10 @@ class RunFolder:
 
 
 def clear_result(path: Path) -> None:
-    """Removes the result of an earlier session, and temporary files that a killed one left."""
-    for name in (SUCCESS, FAILED, SUMS, REPORT):
-        with suppress(FileNotFoundError):
-            (path / name).unlink()
+    """Removes the result of an earlier session, its zip, and what a killed one left half done."""
+    drop_success(path)
+    for name in (FAILED, REPORT):
+        (path / name).unlink(missing_ok=True)
     for name in evidence_files(path):
         file = path / name
         if file.name.startswith(".") and file.suffix == ".tmp":

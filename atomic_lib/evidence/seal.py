@@ -3,7 +3,6 @@
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +93,8 @@ def seal(path: Path) -> dict[str, Any]:
 def write_failure(
     path: Path, *, reason: str, traceback_lines: list[str], recorded_by: str, **facts: Any
 ) -> None:
-    """Writes FAILED.json; a SUCCESS.json and SHA256SUMS beside it are removed first."""
-    for name in (SUCCESS, SUMS):
-        with suppress(FileNotFoundError):
-            (path / name).unlink()
+    """Writes FAILED.json, after `drop_success`."""
+    drop_success(path)
     lines = [line.rstrip("\n") for line in traceback_lines]
     record = {
         "schema": FAILED_SCHEMA,
@@ -110,11 +107,16 @@ def write_failure(
     write_json(path / FAILED, record | facts)
 
 
+def drop_success(path: Path) -> None:
+    """Removes SUCCESS.json, SHA256SUMS and the zip that was made from them."""
+    for stale in (path / SUCCESS, path / SUMS, path.with_name(path.name + ".zip")):
+        stale.unlink(missing_ok=True)
+
+
 def _write_sealed(path: Path, success: dict[str, Any]) -> None:
     success["digest"] = success_digest(success)
     data = json_text(success).encode()
-    with suppress(FileNotFoundError):
-        (path / SUMS).unlink()
+    (path / SUMS).unlink(missing_ok=True)
     atomic_write(path / SUCCESS, data)
     atomic_write(path / SUMS, sums_text(success["files"], sha256_bytes(data)).encode())
 
