@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that are whole or do not count.
+
+    checkpoints/step_00000060/
+        state/         Orbax, written synchronously: nothing trains while it is being written
+        commit.json    step, position, configuration, sha256 of every file of state/
+
+Both are made in checkpoints/partial/, commit.json last; then the folder gets its name.
+
+Reading takes the newest checkpoint whose files have the hashes that its commit states, and falls
+back to the one before. Names of the state's arrays do not depend on the number of devices.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from atomic_lib.evidence.files import plain, write_json
+from atomic_lib.evidence.verify import json_text, sha256_bytes, sha256_file
+
+COMMIT = "commit.json"
+STATE = "state"
+COMMIT_SCHEMA = "atomic-checkpoint/1"
+STEP_PREFIX = "step_"
+PARTIAL = "partial"
+# Orbax writes metadata beside the arrays, and the commit follows: 16 MB is ample for both.
+SPARE_BYTES = 16 << 20
+
+
+class ConfigMismatchError(ValueError):
+    """A checkpoint belongs to another configuration than the run that found it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One committed checkpoint; `facts` is the content of its commit.json."""
+
+    path: Path
+    facts: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Training steps that were finished when it was written."""
+        return self.facts["step"]
+
+    def problem(self) -> str | None:
+        """What is wrong with its files, or None: every file is there and has its hash."""
+        for name, wanted in self.facts["files"].items():
+            file = self.path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != wanted["bytes"]:
+                return f"{name} has {file.stat().st_size} bytes instead of {wanted['bytes']}"
+            if sha256_file(file) != wanted["sha256"]:
+                return f"{name} does not have its sha256"
+        return None
+
+    def restore(self, like: Any) -> Any:
+        """Reads the state into the structure, dtypes and shardings of the abstract pytree `like`.
+
+        Leaves are jax.ShapeDtypeStruct with a sharding. Raises ValueError if a shape differs.
+        """
+        arguments = ocp.args.PyTreeRestore(
+            item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like)
+        )
+        restored = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(
+            self.path / STATE, args=arguments
+        )
+        for found, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(like), strict=True):
+            if found.shape != wanted.shape or found.dtype != wanted.dtype:
+                raise ValueError(
+                    f"checkpoint {self.path} holds {found.dtype} {found.shape} where the model has "
+                    f"{wanted.dtype} {wanted.shape}; it belongs to another model"
+                )
+        return restored
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """sha256 of a configuration as JSON with sorted names."""
+    return sha256_bytes(json.dumps(plain(config), sort_keys=True).encode())
+
+
+def config_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Lines "name: theirs -> ours" for every value that differs; nested names joined by dots."""
+    lines: list[str] = []
+    for name in sorted({*theirs, *ours}):
+        old, new = theirs.get(name), ours.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += [f"{name}.{line}" for line in config_differences(old, new)]
+        elif old != new:
+            lines.append(f"{name}: {old!r} -> {new!r}")
+    return lines
+
+
+@dataclass(kw_only=True)
+class CheckpointStore:
+    """The checkpoints of one run: `folder` is written, `others` are only read.
+
+    `config` is what a checkpoint must agree with (see `resume.resume_config`); `keep` how many
+    stay. `rejected` holds "path: problem" for every checkpoint that reading has passed over.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    keep: int = 2
+    others: Sequence[Path] = ()
+    rejected: dict[Path, str] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.config = plain(self.config)  # as it will come back from commit.json
+
+    def newest_valid(self) -> Checkpoint | None:
+        """The newest checkpoint of any folder whose hashes are right, or None.
+
+        Raises ConfigMismatchError if that one was written under another configuration, with the
+        values that differ.
+        """
+        found = [c for folder in (self.folder, *self.others) for c in self._committed(folder)]
+        for checkpoint in sorted(found, key=lambda c: c.step, reverse=True):
+            problem = checkpoint.problem()
+            if problem is None:
+                self._require_same_config(checkpoint)
+                return checkpoint
+            self.rejected[checkpoint.path] = problem
+        return None
+
+    def save(self, state: Any, *, step: int, facts: Mapping[str, Any]) -> Checkpoint:
+        """Writes and commits one checkpoint, then drops the oldest beyond `keep`.
+
+        `state` is a pytree of arrays; `facts` (JSON) is stored beside it. Raises OSError if the
+        disk has no room or fails; earlier checkpoints are untouched then, and no part is left.
+        """
+        path = self.folder / f"{STEP_PREFIX}{step:08d}"
+        partial = self.folder / PARTIAL
+        shutil.rmtree(partial, ignore_errors=True)
+        self._require_space(state)
+        partial.mkdir()
+        try:
+            self._write_state(partial / STATE, state)
+            commit = {
+                "schema": COMMIT_SCHEMA,
+                "step": step,
+                **facts,
+                "config_sha256": config_hash(self.config),
+                "config": self.config,
+                "files": _file_facts(partial),
+            }
+            write_json(partial / COMMIT, commit)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        if path.exists():  # rejected, or this run ended here before
+            shutil.rmtree(path)
+        partial.rename(path)
+        self.rejected.pop(path, None)
+        self._prune()
+        return Checkpoint(path=path, facts=json.loads(json_text(plain(commit))))
+
+    def _write_state(self, path: Path, state: Any) -> None:
+        try:
+            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(
+                path, args=ocp.args.PyTreeSave(state)
+            )
+        except ValueError as error:
+            # TensorStore reports a full disk as a ValueError with this status in its text.
+            if "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error):
+                raise OSError(f"no space left for checkpoint {path}: {error}") from error
+            raise
+
+    def _require_space(self, state: Any) -> None:
+        needed = state_bytes(state) + SPARE_BYTES
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise OSError(
+                f"checkpoint needs {needed / 1e9:.2f} GB in {self.folder}, and {free / 1e9:.2f} GB "
+                "are free; delete something, or set keep_checkpoints lower"
+            )
+
+    def _require_same_config(self, checkpoint: Checkpoint) -> None:
+        theirs = checkpoint.facts["config"]
+        if config_hash(theirs) == config_hash(self.config):
+            return
+        differences = "\n  ".join(config_differences(theirs, self.config))
+        raise ConfigMismatchError(
+            f"checkpoint {checkpoint.path} has another configuration:\n  {differences}\n"
+            "Restore those values, give this run another name, or move the checkpoint away."
+        )
+
+    def _committed(self, folder: Path) -> Iterator[Checkpoint]:
+        for path in sorted(Path(folder).glob(f"{STEP_PREFIX}*")):
+            try:
+                facts = json.loads((path / COMMIT).read_text(encoding="utf-8"))
+                valid = isinstance(facts["step"], int) and isinstance(facts["files"], dict)
+            except FileNotFoundError:
+                self.rejected[path] = "it was never committed"
+                continue
+            except (ValueError, KeyError, TypeError):
+                valid = False
+            if valid:
+                yield Checkpoint(path=path, facts=facts)
+            else:
+                self.rejected[path] = f"{COMMIT} cannot be read"
+
+    def _prune(self) -> None:
+        good = []
+        for path in sorted(self.folder.glob(f"{STEP_PREFIX}*")):
+            if (path / COMMIT).is_file() and path not in self.rejected:
+                good.append(path)
+            else:
+                shutil.rmtree(path)
+        for path in good[: -self.keep]:
+            shutil.rmtree(path)
+
+
+def state_bytes(state: Any) -> int:
+    """Bytes of all arrays of a pytree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def _file_facts(path: Path) -> dict[str, dict[str, Any]]:
+    return {
+        file.relative_to(path).as_posix(): {
+            "bytes": file.stat().st_size,
+            "sha256": sha256_file(file),
+        }
+        for file in sorted(path.rglob("*"))
+        if file.is_file()
+    }

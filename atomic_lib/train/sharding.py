@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One mesh of devices, and the rules that place parameters and batches on it.
+
+Axes: "data" splits the batch only; "fsdp" splits the batch and every parameter that has an axis to
+split. Device (i, j) holds batch slice i * fsdp + j. A forward pass gathers each matrix over "fsdp"
+where it is used; its gradient comes back as a sum over both axes, scattered over "fsdp".
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+DATA, FSDP = "data", "fsdp"
+BATCH_AXES = (DATA, FSDP)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The mesh of one run and where its arrays live."""
+
+    mesh: Mesh
+
+    @classmethod
+    def over(cls, *, data_parallel: int | None, fsdp: int) -> "Placement":
+        """Builds the mesh from all devices; data_parallel None takes what fsdp leaves.
+
+        Raises ValueError if the machine has too few devices.
+        """
+        devices = jax.devices()
+        data = data_parallel or len(devices) // fsdp
+        if not 0 < data * fsdp <= len(devices):
+            raise ValueError(
+                f"data_parallel {data_parallel} x fsdp {fsdp} needs {max(data, 1) * fsdp} devices; "
+                f"this machine has {len(devices)}"
+            )
+        return cls(Mesh(np.array(devices[: data * fsdp]).reshape(data, fsdp), BATCH_AXES))
+
+    @property
+    def devices(self) -> int:
+        """Devices in the mesh, each of which gets an equal share of the batch."""
+        return self.mesh.size
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Every device holds the whole array."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def batch(self) -> NamedSharding:
+        """The first axis is split over every device."""
+        return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
+
+    @property
+    def matrix_stack(self) -> NamedSharding | None:
+        """Whole matrices spread over the devices, for Newton-Schulz; None on one device."""
+        return self.batch if self.devices > 1 else None
+
+    def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
+        """A matrix is split over "fsdp" on its first axis that divides; all else is replicated."""
+        size = self.mesh.shape[FSDP]
+        if size > 1 and len(shape) >= 2:
+            for axis, length in enumerate(shape):
+                if length % size == 0:
+                    return PartitionSpec(*[None] * axis, FSDP)
+        return PartitionSpec()
+
+    def of(self, tree: Any) -> Any:
+        """A NamedSharding for every array (or shape) of a pytree of parameters or their moments."""
+        return jax.tree.map(lambda leaf: NamedSharding(self.mesh, self.spec(leaf.shape)), tree)
+
+    def gather(self, shards: Mapping[str, Array], shapes: Mapping[str, tuple]) -> dict[str, Array]:
+        """Whole parameters from this device's shards; for use inside shard_map.
+
+        `shapes` are those of the whole parameters. Differentiating through it sums gradients over
+        "fsdp" and returns each device its shard.
+        """
+        whole = {}
+        for name, shard in shards.items():
+            spec = self.spec(shapes[name])
+            if FSDP in spec:
+                shard = jax.lax.all_gather(shard, FSDP, axis=spec.index(FSDP), tiled=True)
+            whole[name] = shard
+        return whole
+
+    def sum_gradients(
+        self, gradients: Mapping[str, Array], shapes: Mapping[str, tuple]
+    ) -> dict[str, Array]:
+        """Sums over the devices what `gather` has not summed; for use inside shard_map."""
+        return {
+            name: jax.lax.psum(gradient, DATA if FSDP in self.spec(shapes[name]) else BATCH_AXES)
+            for name, gradient in gradients.items()
+        }
+
+    def place_batch(self, rows: np.ndarray) -> Array:
+        """Puts this process's rows of a batch on its devices; the result is the global batch."""
+        return jax.make_array_from_process_local_data(self.batch, rows)

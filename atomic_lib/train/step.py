@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training step and the evaluation step as pure functions of pytrees.
+
+A step is a function of (state, tokens [B, T + 1], learning rate) and of nothing else. Sequence s of
+update n draws its dropout masks from fold_in(fold_in(key(dropout_seed), n), s), so masks depend
+neither on how the batch is accumulated nor on how it is spread over devices.
+
+Loss and gradients run per device inside shard_map, on that device's sequences: kernels need no
+partitioning rules, and each collective is one that this package asks for. The optimiser runs
+outside, on global arrays. A step whose loss or gradient norm is not finite changes nothing but the
+counters; its data position is used up.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from atomic_lib.train.loss import cross_entropy, token_losses
+from atomic_lib.train.optimizer import Optimizer, OptimizerState, Params
+from atomic_lib.train.sharding import BATCH_AXES, Placement
+
+# (parameters, tokens [B, T], dropout keys [B] or None) -> hidden states [B, T, D], embedding [V, D]
+Forward = Callable[[Params, Array, Array | None], tuple[Array, Array]]
+Metrics = dict[str, Array]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "params", "optimizer", "skipped", "skipped_in_a_row"],
+    meta_fields=[],
+)
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """All that a step reads and writes. `step` counts finished steps, skipped ones included."""
+
+    step: Array  # int32
+    params: Params
+    optimizer: OptimizerState
+    skipped: Array  # int32, steps whose loss or gradient was not finite
+    skipped_in_a_row: Array  # int32
+
+
+def initial_state(params: Params, optimizer: Optimizer) -> TrainState:
+    """The state before the first step."""
+    # Three zeros, not one: the step donates its state, and a buffer can be donated once.
+    step, skipped, skipped_in_a_row = (jnp.zeros((), jnp.int32) for _ in range(3))
+    return TrainState(
+        step=step,
+        params=params,
+        optimizer=optimizer.init(params),
+        skipped=skipped,
+        skipped_in_a_row=skipped_in_a_row,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainStep:
+    """Builds the compiled step of one run.
+
+    `forward` is the model; `accumulate_steps` slices of the batch are computed one after another
+    and their gradients averaged; `loss_chunks` as in `cross_entropy`; no dropout_seed, no dropout.
+    """
+
+    forward: Forward
+    optimizer: Optimizer
+    placement: Placement
+    accumulate_steps: int = 1
+    loss_chunks: int = 1
+    dropout_seed: int | None = None
+
+    def compiled(self) -> Callable[[TrainState, Array, Array], tuple[TrainState, Metrics]]:
+        """The jitted step; it consumes (donates) the state that it is given.
+
+        Metrics are scalars: loss (nats a token), grad_norm (before clipping), finite, clipped,
+        skipped, skipped_in_a_row.
+        """
+        return jax.jit(self._step, donate_argnums=0)
+
+    def _step(
+        self, state: TrainState, tokens: Array, learning_rate: Array
+    ) -> tuple[TrainState, Metrics]:
+        loss, gradients = self.loss_and_gradients(state.params, tokens, state.step)
+        norm = optax.global_norm(gradients)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        params, optimizer = self.optimizer.update(
+            state.params, gradients, state.optimizer, learning_rate, gradient_norm=norm
+        )
+        skip = (~finite).astype(jnp.int32)
+        new_state = TrainState(
+            step=state.step + 1,
+            params=_choose(finite, params, state.params),
+            optimizer=_choose(finite, optimizer, state.optimizer),
+            skipped=state.skipped + skip,
+            skipped_in_a_row=(state.skipped_in_a_row + skip) * skip,
+        )
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "finite": finite,
+            "clipped": norm > self.optimizer.clip_norm,
+            "skipped": new_state.skipped,
+            "skipped_in_a_row": new_state.skipped_in_a_row,
+        }
+        return new_state, metrics
+
+    def loss_and_gradients(
+        self, params: Params, tokens: Array, step: Array
+    ) -> tuple[Array, Params]:
+        """Mean loss over the batch tokens [B, T + 1], and its gradient for every parameter."""
+        shapes = {name: value.shape for name, value in params.items()}
+        specs = {name: self.placement.spec(shape) for name, shape in shapes.items()}
+        per_device = partial(self._device_loss_and_gradients, shapes=shapes)
+        return jax.shard_map(
+            per_device,
+            mesh=self.placement.mesh,
+            in_specs=(specs, PartitionSpec(BATCH_AXES), PartitionSpec()),
+            out_specs=(PartitionSpec(), specs),
+            check_vma=False,  # the sums over devices are written out below
+        )(params, tokens, step)
+
+    def _device_loss_and_gradients(self, shards, tokens, step, *, shapes):
+        """One device's part: the mean over its slices, then the mean over the devices."""
+        slices = self.accumulate_steps
+        share = 1.0 / (slices * self.placement.devices)
+        keys = self._dropout_keys(step, tokens.shape[0])
+
+        def loss_of(shards, tokens, keys):
+            params = self.placement.gather(shards, shapes)
+            hidden, embedding = self.forward(params, tokens[:, :-1], keys)
+            loss = cross_entropy(hidden, embedding, tokens[:, 1:], chunks=self.loss_chunks)
+            return loss * share
+
+        value_and_grad = jax.value_and_grad(loss_of)
+        if slices == 1:
+            loss, gradients = value_and_grad(shards, tokens, keys)
+        else:
+            cut = lambda x: x.reshape(slices, x.shape[0] // slices, *x.shape[1:])  # noqa: E731
+            zero = jax.tree.map(jnp.zeros_like, shards)
+            add = lambda total, part: jax.tree.map(jnp.add, total, part)  # noqa: E731
+            (loss, gradients), _ = jax.lax.scan(
+                lambda total, part: (add(total, value_and_grad(shards, *part)), None),
+                (jnp.zeros((), jnp.float32), zero),
+                jax.tree.map(cut, (tokens, keys)),
+            )
+        loss = jax.lax.psum(loss, BATCH_AXES)
+        return loss, self.placement.sum_gradients(gradients, shapes)
+
+    def _dropout_keys(self, step: Array, local_batch: int) -> Array | None:
+        """One key a sequence of this device, [local_batch], by its place in the global batch."""
+        if self.dropout_seed is None:
+            return None
+        key = jax.random.fold_in(jax.random.key(self.dropout_seed), step)
+        first = jax.lax.axis_index(BATCH_AXES) * local_batch
+        return jax.vmap(lambda i: jax.random.fold_in(key, first + i))(jnp.arange(local_batch))
+
+
+def _choose(condition: Array, new, old):
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+def make_eval_step(
+    forward: Forward, placement: Placement, loss_chunks: int
+) -> Callable[[Params, Array, Array], dict[str, Array]]:
+    """Compiles the sums of one validation batch: (params, tokens [B, T + 1], bytes [V]) -> sums.
+
+    `bytes` int32 [V] is the length of each token's text; 0 marks document separators. The sums are
+    nats (all targets), exact_nats (targets with bytes), float32, and bytes, int32.
+    """
+
+    def per_device(shards, tokens, token_bytes, *, shapes):
+        params = placement.gather(shards, shapes)
+        hidden, embedding = forward(params, tokens[:, :-1], None)
+        targets = tokens[:, 1:]
+        losses = token_losses(hidden, embedding, targets, chunks=loss_chunks)  # [B, T]
+        target_bytes = token_bytes[targets]
+        sums = {
+            "nats": jnp.sum(losses),
+            "exact_nats": jnp.sum(jnp.where(target_bytes > 0, losses, 0.0)),
+            "bytes": jnp.sum(target_bytes),
+        }
+        return jax.lax.psum(sums, BATCH_AXES)
+
+    def sums(params, tokens, token_bytes):
+        shapes = {name: value.shape for name, value in params.items()}
+        specs = {name: placement.spec(shape) for name, shape in shapes.items()}
+        return jax.shard_map(
+            partial(per_device, shapes=shapes),
+            mesh=placement.mesh,
+            in_specs=(specs, PartitionSpec(BATCH_AXES), PartitionSpec()),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )(params, tokens, token_bytes)
+
+    return jax.jit(sums)
