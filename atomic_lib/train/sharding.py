@@ -6,7 +6,7 @@ split. Device (i, j) holds batch slice i * fsdp + j. A forward pass gathers each
 where it is used; its gradient comes back as a sum over both axes, scattered over "fsdp".
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,14 @@ class Placement:
     mesh: Mesh
 
     @classmethod
-    def over(cls, *, data_parallel: int | None, fsdp: int) -> "Placement":
-        """Builds the mesh from all devices; data_parallel None takes what fsdp leaves.
+    def over(
+        cls, *, data_parallel: int | None, fsdp: int, devices: Sequence[Any] | None = None
+    ) -> "Placement":
+        """Builds the mesh from `devices` (all of this machine's by default).
 
-        Raises ValueError if the machine has too few devices.
+        data_parallel None takes what fsdp leaves. Raises ValueError if there are too few devices.
         """
-        devices = jax.devices()
+        devices = jax.devices() if devices is None else devices
         data = data_parallel or len(devices) // fsdp
         if not 0 < data * fsdp <= len(devices):
             raise ValueError(
