@@ -7,13 +7,13 @@ from pathlib import Path
 
 from atomic_lib.evidence import seal, zip_run
 from atomic_lib.evidence.report import write_report
-from atomic_lib.evidence.verify import NOTEBOOK
+from atomic_lib.evidence.verify import NOTEBOOK, REPORT
 from atomic_lib.evidence.verify import main as verify_main
 
 
 def _seal(path: Path) -> Path:
     """Closes a run whose notebook was executed without the runner, by papermill or by hand."""
-    if (path / NOTEBOOK).is_file():
+    if (path / NOTEBOOK).is_file() and not (path / REPORT).exists():
         write_report(path)
     seal(path)
     return path

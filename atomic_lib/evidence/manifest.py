@@ -106,7 +106,9 @@ def source_tree(root: Path) -> dict[str, Any]:
 
 def installed_packages() -> dict[str, str]:
     """Name and version of every installed distribution, as pip would list them."""
-    found = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"]}
+    # Reading .metadata parses a file each time, so once a distribution.
+    facts = [distribution.metadata for distribution in metadata.distributions()]
+    found = {fact["Name"]: fact["Version"] for fact in facts if "Name" in fact}
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 

@@ -206,15 +206,14 @@ def _first_difference(text: str, expected: str) -> int:
 
 def _check_hashes(folder: Path, success: dict) -> list[str]:
     problems = []
-    sums = ""
-    if (folder / SUMS).is_file():
-        sums = (folder / SUMS).read_bytes().decode("utf-8", "replace")
-    else:
+    found = (folder / SUMS).is_file()
+    sums = (folder / SUMS).read_bytes().decode("utf-8", "replace") if found else ""
+    if not found:
         problems.append(f"{SUMS}: missing")
     if success:
         files, listing = success["files"], SUCCESS
         expected = sums_text(files, sha256_file(folder / SUCCESS))
-        if sums and sums != expected:
+        if found and sums != expected:
             line = _first_difference(sums, expected)
             problems.append(f"{SUMS}:{line}: not what {SUCCESS} says")
     else:  # SUCCESS.json is damaged: the list beside it still tells what else is

@@ -158,8 +158,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None, *, roots: Roots | None = None) -> int:
-    """Runs what the command line names. Returns 0 if all verified, 1 if not, 2 for a mistake in
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    roots: Roots | None = None,
+    load: Callable[[Job], str] = load_parameters,
+) -> int:
+    """Runs what the command line names, in this repository or in `roots`. Returns 0 if all verified, 1 if not, 2 for a mistake in
     the names or parameters, 128 + the signal's number if one stopped it."""
     roots = roots or Roots.of(ROOT)
     parser = build_parser()
@@ -173,7 +178,7 @@ def main(arguments: Sequence[str] | None = None, *, roots: Roots | None = None) 
         parser.error("name at least one PARAMS; --list shows what there is")
     try:
         jobs = find_jobs(options.params, roots)
-        outcomes, request = run_jobs(jobs, display=choose_display(console))
+        outcomes, request = run_jobs(jobs, display=choose_display(console), load=load)
     except (ValueError, TypeError) as error:
         Console(stderr=True, highlight=False).print(str(error), markup=False, soft_wrap=True)
         return USAGE_ERROR
