@@ -86,16 +86,19 @@ class TrainStep:
         self, state: TrainState, tokens: Array, learning_rate: Array
     ) -> tuple[TrainState, Metrics]:
         loss, gradients = self.loss_and_gradients(state.params, tokens, state.step)
-        norm = optax.global_norm(gradients)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        params, optimizer = self.optimizer.update(
-            state.params, gradients, state.optimizer, learning_rate, gradient_norm=norm
-        )
+        with jax.named_scope("optimizer"):
+            norm = optax.global_norm(gradients)
+            finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+            params, optimizer = self.optimizer.update(
+                state.params, gradients, state.optimizer, learning_rate, gradient_norm=norm
+            )
+            params = _choose(finite, params, state.params)
+            optimizer = _choose(finite, optimizer, state.optimizer)
         skip = (~finite).astype(jnp.int32)
         new_state = TrainState(
             step=state.step + 1,
-            params=_choose(finite, params, state.params),
-            optimizer=_choose(finite, optimizer, state.optimizer),
+            params=params,
+            optimizer=optimizer,
             skipped=state.skipped + skip,
             skipped_in_a_row=(state.skipped_in_a_row + skip) * skip,
         )
@@ -133,7 +136,8 @@ class TrainStep:
         def loss_of(shards, tokens, keys):
             params = self.placement.gather(shards, shapes)
             hidden, embedding = self.forward(params, tokens[:, :-1], keys)
-            loss = cross_entropy(hidden, embedding, tokens[:, 1:], chunks=self.loss_chunks)
+            with jax.named_scope("loss"):
+                loss = cross_entropy(hidden, embedding, tokens[:, 1:], chunks=self.loss_chunks)
             return loss * share
 
         value_and_grad = jax.value_and_grad(loss_of)
@@ -177,7 +181,8 @@ def make_eval_step(
         params = placement.gather(shards, shapes)
         hidden, embedding = forward(params, tokens[:, :-1], None)
         targets = tokens[:, 1:]
-        losses = token_losses(hidden, embedding, targets, chunks=loss_chunks)  # [B, T]
+        with jax.named_scope("loss"):
+            losses = token_losses(hidden, embedding, targets, chunks=loss_chunks)  # [B, T]
         target_bytes = token_bytes[targets]
         sums = {
             "nats": jnp.sum(losses),
