@@ -42,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--devices", type=int, default=1, help="chips in the mesh (default 1)")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
     parser.add_argument("--figure", metavar="FILE", help="draw unit use over the schedule")
-    parser.add_argument("--dump", metavar="FOLDER", help="keep the compiler's texts in a new folder")
+    parser.add_argument("--dump", metavar="FOLDER", help="keep the compiler's texts here")
     options = parser.parse_intermixed_args(words)
     try:
         report = compile_schedule(

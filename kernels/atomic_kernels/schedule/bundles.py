@@ -94,9 +94,7 @@ def parse_bundles(text: str) -> tuple[Bundle, ...]:
                 f"bundle address {address} where {len(bundles):#x} was expected: a bundle line "
                 "was not recognised. Report the libtpu version; this reader needs an update."
             )
-        bundles.append(
-            Bundle(depth=len(depth), opens_loop="LB" in labels.split(), text=operations)
-        )
+        bundles.append(Bundle(depth=len(depth), opens_loop="LB" in labels.split(), text=operations))
     if not bundles:
         raise ScheduleFormatError("no bundle line in the dump: is it a final_bundles text?")
     return tuple(bundles)

@@ -2,10 +2,12 @@
 """Facts about the TPU chips whose schedules can be read, and how to name them to libtpu.
 
 clock_hertz is the rate at which one VLIW bundle issues; peak_flops counts bf16 multiply-adds as
-two; hbm_bytes_per_second is the published peak. peak_flops = 2 * units * side**2 * rows a cycle * clock_hertz:
-v5e 2 * 4 * 128**2 * 1.5e9 = 1.97e14, v6e 2 * 2 * 2 * 256**2 * 1.75e9 = 9.18e14.
-(v6e takes two rows a cycle, v5e one: the spacing of matrix products in their schedules.)
-Source: Google Cloud TPU system architecture pages (peaks, HBM).
+two; hbm_bytes_per_second is the published peak. The peaks agree with the units:
+    peak_flops = 2 * units * side**2 * rows a cycle * clock_hertz
+    v5e          2 * 4 * 128**2 * 1 * 1.5e9  = 1.97e14
+    v6e          2 * 2 * 256**2 * 2 * 1.75e9 = 9.18e14
+Source: Google Cloud TPU system architecture pages (peaks, HBM); units and rows a cycle from the
+chips' own schedules.
 """
 
 from __future__ import annotations

@@ -21,15 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from atomic_kernels.schedule.chips import Chip, chip_for_topology
-from atomic_kernels.schedule.operations import operation_from_dump
 from atomic_kernels.schedule.hlo import HloModule
+from atomic_kernels.schedule.operations import operation_from_dump
 from atomic_kernels.schedule.report import ScheduleReport
 
 # Of the ~70 texts the compiler can write per kernel only these are read; without the filter one
 # kernel leaves 100 MB or more and takes twice as long to compile.
-DUMPED_PASSES = (
-    "final_bundles|packed-bundles-post-ra|post-delay-converter|per-bundle-utilization"
-)
+DUMPED_PASSES = "final_bundles|packed-bundles-post-ra|post-delay-converter|per-bundle-utilization"
 
 
 class ScheduleUnavailableError(RuntimeError):
@@ -100,9 +98,7 @@ def compile_schedule(
         return read_dump(request, result, dump)
 
 
-def read_dump(
-    request: Mapping[str, Any], result: Mapping[str, Any], dump: Path
-) -> ScheduleReport:
+def read_dump(request: Mapping[str, Any], result: Mapping[str, Any], dump: Path) -> ScheduleReport:
     """The report of a compile from the worker's result and the texts in `dump`."""
     module = HloModule(result["hlo"])
     chip = chip_for_topology(request["topology"])

@@ -25,8 +25,18 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 # Bookkeeping that issues no work of its own.
 _FREE = frozenset(
-    "parameter constant get-tuple-element tuple bitcast after-all partition-id replica-id "
-    "opt-barrier add-dependency".split()
+    [
+        "parameter",
+        "constant",
+        "get-tuple-element",
+        "tuple",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+        "opt-barrier",
+        "add-dependency",
+    ]
 )
 
 
@@ -45,6 +55,13 @@ class Instruction:
         """First group of `pattern` in the attributes, None where it does not occur."""
         match = re.search(pattern, self.attributes)
         return match.group(1) if match else None
+
+    def required(self, pattern: str) -> str:
+        """The same for what the opcode always has. Raises ValueError where it is missing."""
+        value = self.attribute(pattern)
+        if value is None:
+            raise ValueError(f"hlo instruction %{self.name} ({self.opcode}) lacks {pattern!r}")
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +116,15 @@ class HloModule:
             opcode = instruction.opcode
             if opcode == "while":
                 trips = self._while_trips(computation, instruction)
-                body = instruction.attribute(r"body=%([^,\s]+)")
-                condition = instruction.attribute(r"condition=%([^,\s]+)")
+                body = instruction.required(r"body=%([^,\s]+)")
+                condition = instruction.required(r"condition=%([^,\s]+)")
                 yield from self._walk(condition, _times(executions, trips, extra=1))
                 yield from self._walk(body, _times(executions, trips))
             elif opcode == "conditional":
                 for branch in _branches(instruction):
                     yield from self._walk(branch, None)
             elif opcode == "call":
-                yield from self._walk(instruction.attribute(r"to_apply=%([^,\s]+)"), executions)
+                yield from self._walk(instruction.required(r"to_apply=%([^,\s]+)"), executions)
             elif opcode not in _FREE:
                 yield Work(
                     instruction=instruction,
@@ -120,8 +137,8 @@ class HloModule:
         known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
         if known:
             return int(known)
-        condition = self._by_name(loop.attribute(r"condition=%([^,\s]+)"))
-        body = self._by_name(loop.attribute(r"body=%([^,\s]+)"))
+        condition = self._by_name(loop.required(r"condition=%([^,\s]+)"))
+        body = self._by_name(loop.required(r"body=%([^,\s]+)"))
         test = next(item for item in condition.values() if item.is_root)
         if test.opcode != "compare" or "direction=LT" not in test.attributes:
             return None
@@ -136,8 +153,8 @@ class HloModule:
             return None
         return max(0, -(-(limit - first) // step))
 
-    def _by_name(self, computation: str | None) -> dict[str, Instruction]:
-        return {item.name: item for item in self.computations[computation or self.entry]}
+    def _by_name(self, computation: str) -> dict[str, Instruction]:
+        return {item.name: item for item in self.computations[computation]}
 
 
 def _parse_instruction(match: re.Match) -> Instruction:

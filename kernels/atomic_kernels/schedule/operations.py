@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from atomic_kernels.schedule.bundles import (
@@ -21,7 +24,7 @@ from atomic_kernels.schedule.bundles import (
 )
 from atomic_kernels.schedule.chips import Chip
 from atomic_kernels.schedule.hlo import Work
-from atomic_kernels.schedule.report import Operation, UnitUse
+from atomic_kernels.schedule.report import Operation, UnitProfile, UnitUse
 
 _PALLAS_TARGET = "tpu_custom_call"
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -54,7 +57,7 @@ def operation_from_dump(work: Work, dump: Path, chip: Chip) -> Operation:
         hbm_bytes=work.hbm_bytes,
         matmul_cycles=None,
     )
-    texts = _texts(instruction.name, dump)
+    texts = read_texts(instruction.name, dump)
     if texts is None:
         if base.kind == "pallas":
             raise ScheduleFormatError(
@@ -62,37 +65,87 @@ def operation_from_dump(work: Work, dump: Path, chip: Chip) -> Operation:
                 "the libtpu version; this reader needs an update."
             )
         return base
-    return with_schedule(base, *texts, chip=chip)
+    return with_schedule(base, texts, chip)
 
 
-def with_schedule(
-    operation: Operation, final: str, packed: str, listing: str, units: str, *, chip: Chip
-) -> Operation:
-    """The operation with its cycles and unit use from the four texts of its schedule.
+@dataclass(frozen=True, kw_only=True)
+class ScheduleTexts:
+    """The compiler's texts about one operation.
 
-    final and packed are the bundles after and before the compiler leaves waits to the hardware,
-    listing the region listing, units the unit table of the final bundles.
+    final and packed are its bundles after and before the waits are left to the hardware, each
+    with its unit table; listing is the region listing, which holds the trip counts.
     """
-    bundles, regions = parse_bundles(final), parse_loop_regions(listing)
-    loops = find_loops(bundles, regions)
-    weights = bundle_weights(len(bundles), loops)
+
+    final: str
+    final_units: str
+    packed: str
+    packed_units: str
+    listing: str
+
+
+def with_schedule(operation: Operation, texts: ScheduleTexts, chip: Chip) -> Operation:
+    """The operation with its cycles, unit use and profile from the texts of its schedule.
+
+    Raises ScheduleFormatError when the texts disagree or have another form.
+    """
+    regions = parse_loop_regions(texts.listing)
+    bundles, loops, table = _read(operation.name, texts.final, texts.final_units, regions)
+    packed, packed_loops, packed_table = _read(
+        operation.name, texts.packed, texts.packed_units, regions
+    )
     lower = bundle_weights(len(bundles), loops, unknown_as=1)
-    table = parse_units(units)
-    if len(table.rows) != len(bundles):
-        raise ScheduleFormatError(
-            f"{operation.name}: {len(table.rows)} unit rows for {len(bundles)} bundles"
-        )
-    cycles = _sum(weights)
+    cycles = _sum(bundle_weights(len(bundles), loops))
+    packed_cycles = _sum(bundle_weights(len(packed), packed_loops))
     return dataclasses.replace(
         operation,
         bundles=len(bundles),
         cycles=cycles,
         cycles_at_least=_sum(lower),
-        stall_cycles=_difference(_packed_cycles(packed, regions), cycles),
+        stall_cycles=_difference(packed_cycles, cycles),
         matmul_cycles=_matmul_cycles(bundles, loops, table, chip),
         loops=loops,
         units=unit_use(table, lower, 0, len(bundles)),
         main_loop_units=_main_loop_units(table, loops, lower),
+        profile=unit_profile(packed_table, packed_loops),
+    )
+
+
+def _read(
+    name: str, bundle_text: str, unit_text: str, regions: dict[int, int | None]
+) -> tuple[tuple[Bundle, ...], tuple[Loop, ...], UnitTable]:
+    bundles, table = parse_bundles(bundle_text), parse_units(unit_text)
+    if len(table.rows) != len(bundles):
+        raise ScheduleFormatError(
+            f"{name}: {len(table.rows)} rows of unit use for {len(bundles)} bundles: report the "
+            "libtpu version; this reader needs an update."
+        )
+    return bundles, find_loops(bundles, regions), table
+
+
+# Slices of a profile: as many as a figure of usual width can show apart.
+PROFILE_SLICES = 160
+
+
+def unit_profile(table: UnitTable, loops: Sequence[Loop]) -> UnitProfile:
+    """Use of the units over one trip of the main loop (of the program where it has none).
+
+    Inner loops count once, so a slice shows what the units do there, not for how long.
+    """
+    count = len(table.rows)
+    loop = main_loop(loops, bundle_weights(count, tuple(loops), unknown_as=1))
+    rows = table.rows if loop is None else table.rows[loop.start : loop.stop]
+    slices = min(PROFILE_SLICES, len(rows))
+    edges = [len(rows) * index // slices for index in range(slices + 1)]
+    return UnitProfile(
+        units=table.units,
+        bundles=len(rows),
+        fractions=tuple(
+            tuple(
+                sum(row[unit] for row in rows[first:last]) / (capacity * (last - first))
+                for first, last in pairwise(edges)
+            )
+            for unit, capacity in enumerate(table.capacity)
+        ),
     )
 
 
@@ -127,11 +180,6 @@ def _main_loop_units(
 ) -> tuple[UnitUse, ...]:
     loop = main_loop(loops, weights)
     return () if loop is None else unit_use(table, weights, loop.start, loop.stop)
-
-
-def _packed_cycles(packed: str, regions: dict[int, int | None]) -> int | None:
-    bundles = parse_bundles(packed)
-    return _sum(bundle_weights(len(bundles), find_loops(bundles, regions)))
 
 
 def _matmul_cycles(
@@ -170,23 +218,35 @@ def _kind(work: Work) -> str:
     return "fusion" if instruction.opcode == "fusion" else "other"
 
 
-def _texts(name: str, dump: Path) -> tuple[str, str, str, str] | None:
-    """The four texts about instruction `name`, None where the compiler wrote none."""
-    suffixes = (
-        "final_bundles",
-        "packed-bundles-post-ra",
-        "post-delay-converter",
-        "final_hlo-static-per-bundle-utilization",
-    )
-    found = []
-    for suffix in suffixes:
-        pattern = re.compile(rf"^\d+-{re.escape(name)}-\d+-{re.escape(suffix)}\.txt$")
-        paths = sorted(path for path in dump.iterdir() if pattern.match(path.name))
-        if not paths:
-            return None
-        found.append(paths[-1].read_text())
-    final, packed, listing, units = found
-    return final, packed, listing, units
+_SUFFIXES = {
+    "final": "final_bundles",
+    "final_units": "final_hlo-static-per-bundle-utilization",
+    "packed": "packed-bundles-post-ra",
+    "packed_units": "pre-delay_hlo-static-per-bundle-utilization",
+    "listing": "post-delay-converter",
+}
+
+
+def read_texts(name: str, dump: Path) -> ScheduleTexts | None:
+    """The texts about HLO instruction `name` in `dump`; None where the compiler wrote none.
+
+    Raises ScheduleFormatError when only some of them are there.
+    """
+    found = {
+        field: sorted(dump.glob(f"*-{glob.escape(name)}-[0-9]*-{suffix}.txt"))
+        for field, suffix in _SUFFIXES.items()
+    }
+    exact = re.compile(rf"\d+-{re.escape(name)}-\d+-[a-z_]")
+    found = {field: [p for p in paths if exact.match(p.name)] for field, paths in found.items()}
+    if not any(found.values()):
+        return None
+    absent = [_SUFFIXES[field] for field, paths in found.items() if not paths]
+    if absent:
+        raise ScheduleFormatError(
+            f"the compiler left no {', '.join(absent)} for {name} in {dump}: report the libtpu "
+            "version; this reader needs an update."
+        )
+    return ScheduleTexts(**{field: paths[-1].read_text() for field, paths in found.items()})
 
 
 def _sum(weights: Sequence[int | None]) -> int | None:

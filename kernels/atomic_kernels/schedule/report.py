@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,18 @@ class UnitUse:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnitProfile:
+    """Use of each unit over one trip of a loop, in equal slices of its bundles.
+
+    fractions[unit][slice] is 0 to 1; bundles is the length of the trip, waits included.
+    """
+
+    units: tuple[str, ...]
+    bundles: int
+    fractions: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Operation:
     """One scheduled HLO instruction: a Pallas kernel, a fusion, a copy or another.
 
@@ -52,6 +65,7 @@ class Operation:
     vmem_bytes       scoped VMEM of the operation, its pipelined windows and scratch included.
     hbm_bytes        operands and results in HBM, each once.
     matmul_cycles    cycles that the issued matrix products hold the matrix units at full rate.
+    profile          use of the units over one trip of the main loop, waits included.
     """
 
     name: str
@@ -70,6 +84,7 @@ class Operation:
     loops: tuple[Loop, ...] = ()
     units: tuple[UnitUse, ...] = ()
     main_loop_units: tuple[UnitUse, ...] = ()
+    profile: UnitProfile | None = None
 
     @property
     def unknown_loops(self) -> int:
@@ -177,7 +192,18 @@ def _operation(values: dict[str, Any]) -> Operation:
             "loops": tuple(Loop(**loop) for loop in values["loops"]),
             "units": tuple(UnitUse(**use) for use in values["units"]),
             "main_loop_units": tuple(UnitUse(**use) for use in values["main_loop_units"]),
+            "profile": _profile(values["profile"]),
         }
+    )
+
+
+def _profile(values: dict[str, Any] | None) -> UnitProfile | None:
+    if values is None:
+        return None
+    return UnitProfile(
+        units=tuple(values["units"]),
+        bundles=values["bundles"],
+        fractions=tuple(tuple(row) for row in values["fractions"]),
     )
 
 
@@ -199,8 +225,6 @@ def total_cycles(operations: tuple[Operation, ...]) -> int | None:
 
 def write_whole(path: Path, text: str) -> None:
     """Writes `text` to `path`: temporary name, fsync, rename."""
-    import os
-
     temporary = path.with_name(path.name + ".partial")
     with open(temporary, "w") as stream:
         stream.write(text)

@@ -15,7 +15,9 @@ def operation_row(report: ScheduleReport, operation: Operation) -> dict[str, Any
     """The operation's numbers, units in the names; None where not known or not applicable.
 
     Times and ratios are of one run. floor_ratio is the static time over the larger of the two
-    floors: 1 means that the schedule is as short as the bytes or the matrix products allow.
+    floors: 1 means that the schedule is as short as the bytes or the matrix products allow, less
+    that transfers, which no schedule counts, take longer. bound_ms is the most that is known:
+    the larger of the schedule with its stalls and the byte floor.
     """
     static_ms = report.milliseconds(operation.cycles)
     byte_floor_ms = report.byte_floor_ms(operation)
@@ -37,6 +39,7 @@ def operation_row(report: ScheduleReport, operation: Operation) -> dict[str, Any
         "xla_estimate_ms": report.milliseconds(operation.estimated_cycles),
         "byte_floor_ms": byte_floor_ms,
         "matmul_floor_ms": matmul_floor_ms,
+        "bound_ms": None if stalled is None else max(stalled, byte_floor_ms),
         "floor_ratio": static_ms / floor_ms if static_ms is not None and floor_ms else None,
         "spills_and_fills_per_bundle": operation.spills_and_fills_per_bundle,
         "vmem_mib": None if operation.vmem_bytes is None else operation.vmem_bytes / 2**20,

@@ -52,7 +52,7 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    devices = topologies.get_topology_desc(request["topology"], "tpu").devices
+    devices: list[Any] = list(topologies.get_topology_desc(request["topology"], "tpu").devices)
     mesh = Mesh(np.array(devices[: request["devices"]]), ("devices",))
     factory = load_factory(request["target"])
     keywords = dict(request["arguments"])
@@ -91,7 +91,7 @@ def main(request_path: str, result_path: str) -> int:
     try:
         result = compile_request(request)
     # Whatever the caller's function or the compiler raises belongs in the parent's error.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         result = {
             "error_kind": type(error).__name__,
             "error": str(error),
