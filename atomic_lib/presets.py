@@ -10,13 +10,14 @@ import bisect
 import dataclasses
 import difflib
 import re
+from typing import Any
 
 from atomic_lib.model.config import ModelConfig
 
 GPT2_VOCABULARY = 50_257
 LLAMA2_VOCABULARY = 32_000
 
-_ATOMIC = {
+_ATOMIC: dict[str, Any] = {
     "vocab_size": GPT2_VOCABULARY,
     "hidden_size": 1024,
     "ffn_size": 3584,
@@ -93,15 +94,17 @@ _SIZE_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 _DIAL_WIDTHS = (*range(64, 512, 64), *range(512, 8192 + 1, 128))
 
 
-def _resize(config: ModelConfig, *, hidden_size: int, num_blocks: int, head_dim: int) -> ModelConfig:
+def _resize(
+    config: ModelConfig, *, hidden_size: int, num_blocks: int, head_dim: int
+) -> ModelConfig:
     """Returns `config` at another width, with the proportions between its sizes kept."""
     scale, head_scale = hidden_size / config.hidden_size, head_dim / config.head_dim
 
-    def heads(count: int | None) -> int | None:
+    def heads(count: int) -> int:
         # The heads together stay the same fraction of the hidden size.
         return count and max(1, round(count * scale / head_scale))
 
-    def width(size: int | None, factor: float) -> int | None:
+    def width(size: int, factor: float) -> int:
         return size and max(2, 2 * round(size * factor / 2))
 
     return dataclasses.replace(

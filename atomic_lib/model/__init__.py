@@ -11,36 +11,38 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from atomic_lib.model.config import ModelConfig
     from atomic_lib.model.execution import Execution
-    from atomic_lib.model.language_model import LanguageModel
+    from atomic_lib.model.language_model import LanguageModel, ModelState
     from atomic_lib.model.parameters import (
         abstract_parameters,
+        bind_parameters,
+        init_parameters,
+        model_graph,
         named_parameters,
         parameter_groups,
-        restore_parameters,
     )
-
-_HOMES = {
-    "ModelConfig": "config",
-    "Execution": "execution",
-    "LanguageModel": "language_model",
-    "abstract_parameters": "parameters",
-    "named_parameters": "parameters",
-    "parameter_groups": "parameters",
-    "restore_parameters": "parameters",
-}
 
 __all__ = [
     "Execution",
     "LanguageModel",
     "ModelConfig",
+    "ModelState",
     "abstract_parameters",
+    "bind_parameters",
+    "init_parameters",
+    "model_graph",
     "named_parameters",
     "parameter_groups",
-    "restore_parameters",
 ]
+
+_HOMES = {
+    "ModelConfig": "config",
+    "Execution": "execution",
+    "LanguageModel": "language_model",
+    "ModelState": "language_model",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'parameters')}"), name)

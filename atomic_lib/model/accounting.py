@@ -5,10 +5,10 @@ This is a second statement of the architecture, written from the formulas below 
 modules; the tests compare the two leaf by leaf. D hidden size, H heads, K head size, F feed-forward
 size, R gate rank, L latent size, C content, P rotary and U value size of MLA:
 
-    gdn2               7 D (H K)                                             (+ H K with an out-norm)
+    gdn2               7 D (H K)                               (+ H K with an out-norm)
     gdn2_conv          6 D (H K) + 3 taps (H K) + 2 R (D + H K) + H + 2 H K + K
     mla                D H (C + P) + D (L + P) + L H (C + U) + H U D
-    attention          4 D (H K)                                             (+ D (H K) with a gate)
+    attention          4 D (H K)                               (+ D (H K) with a gate)
     feed-forward       3 D F
     depth site         2 D
     norm               D, or 2 D for LayerNorm
@@ -41,7 +41,9 @@ def parameter_group(name: str) -> str:
 
 def _gdn2(config: "ModelConfig") -> Shapes:
     inner = config.num_heads * config.head_dim
-    shapes: Shapes = {f"{n}/kernel": (config.hidden_size, inner) for n in ("q", "k", "v", "w", "b", "g")}
+    shapes: Shapes = {
+        f"{n}/kernel": (config.hidden_size, inner) for n in ("q", "k", "v", "w", "b", "g")
+    }
     shapes["o/kernel"] = (inner, config.hidden_size)
     if config.gdn2_out_norm:
         shapes["out_norm/scale"] = (inner,)
@@ -113,10 +115,12 @@ def parameter_shapes(config: "ModelConfig") -> Shapes:
             if config.norm_family == "R":
                 shapes |= _norm(config, f"{path}_post_norm")
             if sources:
-                shapes |= {f"{path}_route/{n}": (config.hidden_size,) for n in ("query", "key_scale")}
+                shapes |= {
+                    f"{path}_route/{n}": (config.hidden_size,) for n in ("query", "key_scale")
+                }
     shapes |= _norm(config, "final_norm")
     if not config.tied_embedding:
-        shapes["output_embedding/table"] = table
+        shapes["unembedding/table"] = table
     return shapes
 
 
@@ -135,7 +139,7 @@ def parameter_counts(config: "ModelConfig") -> dict[str, int]:
     return counts
 
 
-def _mean_visible(sequence_length: int, window: int | None) -> float:
+def _mean_visible(sequence_length: int, window: int) -> float:
     """Keys that a query sees, averaged over the positions of a sequence; itself included."""
     width = min(window or sequence_length, sequence_length)
     return width - width * (width - 1) / (2 * sequence_length)
@@ -147,8 +151,8 @@ def _mixing_flops(config: "ModelConfig", mixer: str, sequence_length: int) -> fl
         # State K x V a head: decay (1), read at the erase keys (2), rank-one write (2), output (2).
         recurrence = 7 * config.num_heads * config.head_dim**2
         taps = config.conv_taps if mixer == "gdn2_conv" else 0
-        return recurrence + 3 * 2 * (taps or 0) * config.num_heads * config.head_dim
-    window = config.window_size if mixer == "window_attention" else None
+        return recurrence + 3 * 2 * taps * config.num_heads * config.head_dim
+    window = config.window_size if mixer == "window_attention" else 0
     visible = _mean_visible(sequence_length, window)
     if mixer == "mla":
         width = config.mla_content_dim + config.mla_rotary_dim + config.mla_value_dim

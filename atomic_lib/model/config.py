@@ -32,23 +32,30 @@ _CHOICES = {
     "routing": ROUTINGS,
     "routing_read": ROUTING_READS,
 }
+_SIZES = ("vocab_size", "hidden_size", "ffn_size", "num_blocks")
 _FLAGS = ("tied_embedding", "gdn2_out_norm", "attention_gate", "routing_summary_ffn")
 _NUMBERS = ("norm_epsilon", "rope_theta")
 # What each mixer cannot do without.
 _NEEDS = {
     "gdn2": ("num_heads", "head_dim"),
     "gdn2_conv": ("num_heads", "head_dim", "conv_taps", "gate_rank"),
-    "mla": ("attention_heads", "mla_latent_dim", "mla_content_dim", "mla_rotary_dim", "mla_value_dim"),
+    "mla": (
+        "attention_heads",
+        "mla_latent_dim",
+        "mla_content_dim",
+        "mla_rotary_dim",
+        "mla_value_dim",
+    ),
     "attention": ("attention_heads", "attention_head_dim"),
     "window_attention": ("attention_heads", "attention_head_dim", "window_size"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The architecture, and nothing about how it is trained or computed.
 
-    Sizes of mixers that no block uses may stay None. Raises ValueError for a value that is not
+    Sizes of mixers that no block uses may stay 0. Raises ValueError for a value that is not
     allowed and TypeError for one of the wrong kind, naming the key, the value and what is allowed.
     """
 
@@ -66,22 +73,22 @@ class ModelConfig:
     norm_family: str = "L"
     norm_epsilon: float = 1e-6
 
-    num_heads: int | None = None  # of the GDN-2 mixers
-    head_dim: int | None = None  # of their keys and of their values
+    num_heads: int = 0  # of the GDN-2 mixers
+    head_dim: int = 0  # of their keys and of their values
     gdn2_out_norm: bool = False  # "gdn2" only: RMSNorm of each head's output
-    conv_taps: int | None = None  # "gdn2_conv" only: length of the short convolutions
-    gate_rank: int | None = None  # "gdn2_conv" only: inner width of the decay and output gates
+    conv_taps: int = 0  # "gdn2_conv" only: length of the short convolutions
+    gate_rank: int = 0  # "gdn2_conv" only: inner width of the decay and output gates
 
-    attention_heads: int | None = None  # of "mla", "attention" and "window_attention"
-    attention_head_dim: int | None = None
+    attention_heads: int = 0  # of "mla", "attention" and "window_attention"
+    attention_head_dim: int = 0
     attention_positions: str = "nope"
     attention_gate: bool = False  # sigmoid output gate, a full matrix
-    window_size: int | None = None  # tokens that a query sees, itself included
+    window_size: int = 0  # tokens that a query sees, itself included
     window_positions: str = "rope"
-    mla_latent_dim: int | None = None  # width of the shared latent of keys and values
-    mla_content_dim: int | None = None  # of each query and key head, without position
-    mla_rotary_dim: int | None = None  # of each query head and of the one rotary key
-    mla_value_dim: int | None = None  # of each value head
+    mla_latent_dim: int = 0  # width of the shared latent of keys and values
+    mla_content_dim: int = 0  # of each query and key head, without position
+    mla_rotary_dim: int = 0  # of each query head and of the one rotary key
+    mla_value_dim: int = 0  # of each value head
     rope_theta: float = 10_000.0
 
     routing: str = "none"  # "hierarchical", "flat", "block" or "none"
@@ -93,8 +100,10 @@ class ModelConfig:
         self._refuse_bad_kinds()
         for mixer in dict.fromkeys(self.block):
             for key in _NEEDS[mixer]:
-                if getattr(self, key) is None:
-                    raise ValueError(f"{key}: missing; mixer {mixer!r} needs it (an integer > 0)")
+                if getattr(self, key) == 0:
+                    raise ValueError(
+                        f"{key}: 0 is not allowed with mixer {mixer!r}; it must be at least 1"
+                    )
         self._refuse_bad_combinations()
 
     def _refuse_bad_block(self):
@@ -106,7 +115,8 @@ class ModelConfig:
         for mixer in self.block:
             if mixer not in MIXERS:
                 raise ValueError(
-                    f"block: {mixer!r} is not a mixer{_nearest(mixer, MIXERS)}; choose from {MIXERS}"
+                    f"block: {mixer!r} is not a mixer{_nearest(mixer, MIXERS)}; "
+                    f"choose from {MIXERS}"
                 )
 
     def _refuse_bad_kinds(self):
@@ -124,14 +134,13 @@ class ModelConfig:
                 raise TypeError(f"{key}: expected a number, got {value!r}")
             if not 0 < value < float("inf"):
                 raise ValueError(f"{key}: {value!r} is not allowed; it must be finite and > 0")
-        for field in fields(self):
-            key, value = field.name, getattr(self, field.name)
-            if key in _CHOICES or key in _FLAGS or key in _NUMBERS or key == "block" or value is None:
-                continue
+        others = {*_CHOICES, *_FLAGS, *_NUMBERS, "block"}
+        for key in (field.name for field in fields(self) if field.name not in others):
+            value, least = getattr(self, key), 1 if key in _SIZES else 0
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{key}: expected an integer, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{key}: {value} is not allowed; it must be at least 1")
+            if value < least:
+                raise ValueError(f"{key}: {value} is not allowed; it must be at least {least}")
 
     def _refuse_bad_combinations(self):
         rotary = {"mla_rotary_dim": "mla" in self.block}
@@ -151,8 +160,8 @@ class ModelConfig:
             )
         if self.routing in ("none", "flat") and not self.routing_summary_ffn:
             raise ValueError(
-                f"routing_summary_ffn: False has no effect with routing {self.routing!r}, which has "
-                "no block summaries; set routing to 'hierarchical' or 'block', or leave it True"
+                f"routing_summary_ffn: False has no effect with routing {self.routing!r}, which "
+                "has no block summaries; set routing to 'hierarchical' or 'block', or leave it True"
             )
 
     @property
@@ -161,9 +170,7 @@ class ModelConfig:
         mixers = [f"mixer_{index}" for index in range(len(self.block))]
         if self.ffn_after == "block":
             return (*mixers, "ffn")
-        return tuple(
-            name for index, mixer in enumerate(mixers) for name in (mixer, f"ffn_{index}")
-        )
+        return tuple(name for index, mixer in enumerate(mixers) for name in (mixer, f"ffn_{index}"))
 
     def mixer_of(self, sublayer: str) -> str | None:
         """Returns the mixer of a sublayer of `sublayers`, or None for a feed-forward layer."""

@@ -34,3 +34,6 @@ class Execution:
             value = getattr(self, key)
             if value not in allowed:
                 raise ValueError(f"{key}: {value!r} is not allowed; choose one of {allowed}")
+
+
+DEFAULT_EXECUTION = Execution()

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The language model: embedding, blocks of mixers and feed-forward layers, final norm, logits."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from atomic_lib.model.config import ModelConfig
+from atomic_lib.model.context import (
+    TokenContext,
+    advance,
+    make_context,
+    move_real_tokens_first,
+)
+from atomic_lib.model.depth import Source
+from atomic_lib.model.execution import DEFAULT_EXECUTION, Execution
+from atomic_lib.model.feed_forward import FeedForward
+from atomic_lib.model.initialise import initial_values
+from atomic_lib.model.layers import norm
+from atomic_lib.model.mixers import MIXER_CLASSES
+from atomic_lib.model.names import nest_names
+from atomic_lib.model.routing import DepthLedger, DepthRoute, block_summary
+
+Array = jax.Array
+
+
+class ModelState(NamedTuple):
+    """Everything a row needs to go on: nothing else is kept between calls.
+
+    position [B] int32: tokens seen; segment_start [B] int32: position where the row's current
+    segment began; mixers: the state of each mixer by its path, e.g. "block_0/mixer_2".
+    """
+
+    position: Array
+    segment_start: Array
+    mixers: dict[str, Any]
+
+
+class Dropout(NamedTuple):
+    """rate in [0, 1); one key a row [B], or None for no dropout."""
+
+    rate: float
+    keys: Array | None
+
+    def of_sublayer(self, index: int) -> "Dropout":
+        """The same rate with keys of its own."""
+        if self.keys is None or self.rate == 0:
+            return Dropout(0.0, None)
+        return Dropout(self.rate, jax.vmap(jax.random.fold_in, (0, None))(self.keys, index))
+
+
+class Table(nnx.Module):
+    """Vectors of the vocabulary, `table` [V, D] float32."""
+
+    def __init__(self, config: ModelConfig):
+        shape = (config.vocab_size, config.hidden_size)
+        self.table = nnx.Param(jnp.zeros(shape, jnp.float32))
+
+
+class Block(nnx.Module):
+    """One block: per sublayer NAME of `config.sublayers` the modules
+
+    NAME (the mixer or feed-forward layer), NAME_norm, NAME_post_norm (family "R") and NAME_route
+    (where the depth plan gives the site sources).
+    """
+
+    def __init__(self, config: ModelConfig, index: int, execution: Execution):
+        self.replaces = config.routing_read == "replacement"
+        for name, sources in zip(config.sublayers, config.depth_plan.reads[index], strict=True):
+            mixer = config.mixer_of(name)
+            kind: Any = FeedForward if mixer is None else MIXER_CLASSES[mixer]
+            setattr(self, name, kind(config, execution))
+            setattr(self, f"{name}_norm", norm(config))
+            if config.norm_family == "R":
+                setattr(self, f"{name}_post_norm", norm(config))
+            if sources:
+                setattr(self, f"{name}_route", DepthRoute(config.hidden_size))
+
+    def sublayer(
+        self, name: str, x: Array, read: Array | None, context: TokenContext, state: Any,
+        dropout: Dropout,
+    ) -> tuple[Array, Any]:  # fmt: skip
+        """Returns (delta [B, T, D], new state) of one sublayer; x, read [B, T, D]."""
+        if read is not None:
+            x = read if self.replaces else x + read
+        x = getattr(self, f"{name}_norm")(x)
+        module = getattr(self, name)
+        if isinstance(module, FeedForward):
+            y, state = module(x, dropout_rate=dropout.rate, dropout_keys=dropout.keys), None
+        else:
+            y, state = module(x, context, state)
+        post_norm = getattr(self, f"{name}_post_norm", None)
+        return (y if post_norm is None else post_norm(y)), state
+
+
+_REMAT_POLICIES = {
+    "save_dots": jax.checkpoint_policies.dots_saveable,
+    "save_nothing": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def _refuse_bad_dropout(rate: float, keys: Array | None, batch_size: int) -> None:
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate: {rate} is not allowed; it must be in [0, 1)")
+    if keys is not None and keys.shape[:1] != (batch_size,):
+        raise ValueError(
+            f"dropout_keys: expected one key a row, ({batch_size},), got {keys.shape}; "
+            "make them with jax.random.split"
+        )
+
+
+class LanguageModel(nnx.Module):
+    """h = blocks(embedding(tokens)), hidden = final_norm(h), logits = hidden E^T.
+
+    E is the input table if `tied_embedding`, else a table of its own. Parameter paths are the names
+    of an export: "embedding/table", "block_0/mixer_2/q/kernel", "final_norm/scale"; dense kernels
+    are [in, out], tables [V, D], all float32. `config.parameter_shapes` lists them.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, rngs: nnx.Rngs, execution: Execution = DEFAULT_EXECUTION
+    ):
+        self.config = config
+        self.execution = execution
+        self.embedding = Table(config)
+        if config.norm_family == "R":
+            self.embedding_norm = norm(config)
+        for index in range(config.num_blocks):
+            setattr(self, f"block_{index}", Block(config, index, execution))
+        self.final_norm = norm(config)
+        if not config.tied_embedding:
+            self.unembedding = Table(config)
+        nnx.update(self, nest_names(initial_values(config, rngs.params())))
+
+    def __call__(
+        self,
+        tokens: Array,
+        *,
+        segment_ids: Array | None = None,
+        mask: Array | None = None,
+        state: ModelState | None = None,
+        dropout_keys: Array | None = None,
+        dropout_rate: float = 0.0,
+    ) -> tuple[Array, ModelState | None]:
+        """Returns (hidden [B, T, D] after the final norm, in the compute dtype; new state).
+
+        tokens [B, T] int32 in [0, vocab_size); a token outside makes its row NaN. segment_ids
+        [B, T] int32, non-decreasing: a token sees its own segment only. mask [B, T] bool: False is
+        padding, which changes no state and no other token (its own hidden is finite and means
+        nothing). state: of `initial_state` or of an earlier call, which this one continues; None
+        starts new rows and returns None. dropout_keys [B], one a row, drop feed-forward activations
+        at `dropout_rate`. Raises ValueError for an argument of another shape or kind.
+        """
+        self._refuse_bad_input(tokens, segment_ids, mask)
+        _refuse_bad_dropout(dropout_rate, dropout_keys, tokens.shape[0])
+        placement = None
+        if mask is not None:
+            placement = move_real_tokens_first(tokens, segment_ids, mask)
+            tokens, segment_ids = placement.tokens, placement.segment_ids
+        start = None if state is None else (state.position, state.segment_start)
+        context = make_context(
+            tokens.shape, segment_ids=segment_ids, placement=placement, start=start
+        )
+        hidden, mixers = self._run_blocks(
+            self._embed(tokens), context, None if state is None else state.mixers,
+            Dropout(dropout_rate, dropout_keys),
+        )  # fmt: skip
+        hidden = self.final_norm(hidden)
+        if placement is not None:
+            hidden = jnp.take_along_axis(hidden, placement.back[:, :, None], axis=1)
+        if start is None:
+            return hidden, None
+        return hidden, ModelState(*advance(start, context), mixers)
+
+    def _refuse_bad_input(self, tokens, segment_ids, mask) -> None:
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(
+                f"tokens: expected integers [B, T], got {tokens.dtype} {tokens.shape}; "
+                "add a batch axis to a single row"
+            )
+        for name, value, kind in (
+            ("segment_ids", segment_ids, jnp.integer), ("mask", mask, jnp.bool_)
+        ):  # fmt: skip
+            if value is None:
+                continue
+            if value.shape != tokens.shape or not jnp.issubdtype(value.dtype, kind):
+                raise ValueError(
+                    f"{name}: expected {kind.__name__} {tokens.shape} like tokens, "
+                    f"got {value.dtype} {value.shape}"
+                )
+
+    def _embed(self, tokens: Array) -> Array:
+        """[B, T] -> [B, T, D] in the compute dtype."""
+        x = jnp.take(self.embedding.table[...], tokens, axis=0, mode="fill")
+        x = x.astype(self.execution.compute_dtype)
+        return self.embedding_norm(x) if self.config.norm_family == "R" else x
+
+    def _run_blocks(
+        self, x: Array, context: TokenContext, states: dict[str, Any] | None, dropout: Dropout
+    ) -> tuple[Array, dict[str, Any]]:
+        """Returns the residual stream after all blocks and the mixers' new states."""
+        ledger = self._open_ledger()
+        new_states: dict[str, Any] = {}
+        for index in range(self.config.num_blocks):
+            block, deltas = getattr(self, f"block_{index}"), []
+            for slot, name in enumerate(self.config.sublayers):
+                path = f"block_{index}/{name}"
+                x, delta, new_state = self._step(
+                    partial(block.sublayer, name), x, ledger.read((index, slot)), context,
+                    None if states is None else states.get(path),
+                    dropout.of_sublayer(index * len(self.config.sublayers) + slot),
+                )  # fmt: skip
+                if new_state is not None:
+                    new_states[path] = new_state
+                ledger.add(Source(index, slot), delta)
+                if self.config.routing_summary_ffn or name.startswith("mixer"):
+                    deltas.append(delta)
+            if self.config.depth_plan.consumers(Source(index)):
+                ledger.add(Source(index), block_summary(deltas))
+        return x, new_states
+
+    def _step(self, sublayer, x, read, context, state, dropout):
+        """Runs one sublayer under the execution's rule for what the backward pass keeps."""
+        policy = _REMAT_POLICIES.get(self.execution.remat)
+        if policy is None:
+            delta, state = sublayer(x, read, context, state, dropout)
+        else:
+            # The rate is a Python number that decides what is traced, so it stays outside.
+            def run(x, read, state, keys):
+                return sublayer(x, read, context, state, Dropout(dropout.rate, keys))
+
+            delta, state = jax.checkpoint(run, policy=policy)(x, read, state, dropout.keys)
+        return x + delta, delta, state
+
+    def _open_ledger(self) -> DepthLedger:
+        plan = self.config.depth_plan
+        weights = {
+            (index, slot): getattr(getattr(self, f"block_{index}"), f"{name}_route").weights()
+            for index in range(self.config.num_blocks)
+            for slot, name in enumerate(self.config.sublayers)
+            if plan.reads[index][slot]
+        }
+        return DepthLedger(plan, weights, epsilon=self.config.norm_epsilon)
+
+    def initial_state(self, batch_size: int, *, max_length: int) -> ModelState:
+        """Returns the state of `batch_size` new rows of at most `max_length` tokens.
+
+        Only attention caches grow with `max_length`. Tokens beyond it would not be remembered, so
+        the caller must not go further.
+        """
+        zeros = jnp.zeros((batch_size,), jnp.int32)
+        mixers = {
+            f"block_{index}/{name}": getattr(getattr(self, f"block_{index}"), name).initial_state(
+                batch_size, max_length
+            )
+            for index in range(self.config.num_blocks)
+            for name in self.config.sublayers
+            if self.config.mixer_of(name) is not None
+        }
+        return ModelState(zeros, zeros, mixers)
+
+    def output_embedding(self) -> Array:
+        """Returns E [V, D] float32, the rows that hidden vectors are compared with."""
+        owner = self.embedding if self.config.tied_embedding else self.unembedding
+        return owner.table[...]
+
+    def logits(self, hidden: Array) -> Array:
+        """hidden [..., D] -> float32 logits [..., V]; the operands have hidden's dtype.
+
+        For a loss over many tokens, do not hold this tensor: use `output_embedding` in slices.
+        """
+        table = self.output_embedding().astype(hidden.dtype)
+        return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense layers and norms. Parameters are float32; results have the compute dtype.
+
+Modules are made with zeros and ones; `initialise.py` says what a model starts as.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from atomic_lib.model.config import ModelConfig
+from atomic_lib.model.execution import Execution
+
+Array = jax.Array
+
+
+class Dense(nnx.Module):
+    """y = x kernel (+ bias); kernel [in, out]."""
+
+    def __init__(
+        self, in_size: int, out_size: int, execution: Execution, *, use_bias: bool = False
+    ):
+        self.compute_dtype = execution.compute_dtype
+        self.kernel = nnx.Param(jnp.zeros((in_size, out_size), jnp.float32))
+        self.use_bias = use_bias
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros((out_size,), jnp.float32))
+
+    def __call__(self, x: Array) -> Array:
+        """x [..., in] -> [..., out] in the compute dtype."""
+        y = x.astype(self.compute_dtype) @ self.kernel[...].astype(self.compute_dtype)
+        return y + self.bias[...].astype(self.compute_dtype) if self.use_bias else y
+
+
+def rms_normalise(x: Array, epsilon: float) -> Array:
+    """Returns x / sqrt(mean(x^2) + epsilon) over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
+
+
+class RMSNorm(nnx.Module):
+    """scale * x / sqrt(mean(x^2) + epsilon) over the last axis; size parameters."""
+
+    def __init__(self, size: int, *, epsilon: float):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones((size,), jnp.float32))
+
+    def __call__(self, x: Array) -> Array:
+        """x [..., size] -> the same shape and dtype; float32 inside."""
+        return (rms_normalise(x, self.epsilon) * self.scale[...]).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """scale * (x - mean) / sqrt(variance + epsilon) + bias, last axis; 2 size parameters."""
+
+    def __init__(self, size: int, *, epsilon: float):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones((size,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((size,), jnp.float32))
+
+    def __call__(self, x: Array) -> Array:
+        """x [..., size] -> the same shape and dtype; float32 inside."""
+        wide = x.astype(jnp.float32)
+        # Two passes: the mean of squares minus the squared mean cancels when the mean is large.
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        return (rms_normalise(centred, self.epsilon) * self.scale[...] + self.bias[...]).astype(
+            x.dtype
+        )
+
+
+def norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """Returns the norm of the configuration's family over the hidden size."""
+    kind = LayerNorm if config.norm_family == "L" else RMSNorm
+    return kind(config.hidden_size, epsilon=config.norm_epsilon)
