@@ -164,8 +164,11 @@ def main(
     roots: Roots | None = None,
     load: Callable[[Job], str] = load_parameters,
 ) -> int:
-    """Runs what the command line names, in this repository or in `roots`. Returns 0 if all verified, 1 if not, 2 for a mistake in
-    the names or parameters, 128 + the signal's number if one stopped it."""
+    """Runs what the command line names, in this repository or in `roots`.
+
+    Returns 0 if every run verified, 1 if not, 2 for a mistake in the names or parameters, 128 +
+    the signal's number if one stopped it.
+    """
     roots = roots or Roots.of(ROOT)
     parser = build_parser()
     options = parser.parse_args(arguments)
