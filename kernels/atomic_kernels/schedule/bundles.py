@@ -161,8 +161,8 @@ def find_loops(
             )
     if opened:
         raise ScheduleFormatError(
-            f"the loop at bundle {opened[-1]:#x} has no branch back to a loop body region: "
-            "report the libtpu version; this reader needs an update."
+            f"{len(opened)} loop(s), one of them from bundle {opened[-1]:#x}, lack a branch back "
+            "to a loop body region: report the libtpu version; this reader needs an update."
         )
     return tuple(sorted(loops, key=lambda loop: (loop.start, -loop.stop)))
 
