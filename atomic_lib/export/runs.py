@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From finished training runs to exports: the parameters of each run's last checkpoint."""
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -117,6 +118,7 @@ def _export_run(folder: Path, source: FinishedRun, checkpoint: Path) -> Exported
             "step": source.success["final_step"],
             "tokens": source.success["final_tokens"],
             "checkpoint": dict(source.success["checkpoint"]),
+            "data": _data_hashes(checkpoint),
             "git_commit": source.manifest["git"]["commit"],
             "source_sha256": source.manifest["source"]["sha256"],
             "success_digest": source.success["digest"],
@@ -127,6 +129,12 @@ def _export_run(folder: Path, source: FinishedRun, checkpoint: Path) -> Exported
         if (source.path / name).is_file():
             shutil.copyfile(source.path / name, folder / name)
     return exported
+
+
+def _data_hashes(checkpoint: Path) -> dict[str, list[str]]:
+    """Hashes of the token files that the run trained and validated on, by split."""
+    commit = json.loads((checkpoint / "commit.json").read_text(encoding="utf-8"))
+    return commit["config"]["data"]
 
 
 def _table_row(exported: ExportedModel) -> dict[str, Any]:

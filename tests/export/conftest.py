@@ -42,6 +42,7 @@ def outputs(tmp_path, parameters):
     state = TrainState(
         step=zero + 3, params=parameters, optimizer=moments, skipped=zero, skipped_in_a_row=zero
     )
-    CheckpointStore(folder=run.path / "checkpoints", config=values).save(state, step=3, facts={})
+    agreed = {"data": {"train": ["1a"], "validation": ["2b"]}}  # what a resume must agree on
+    CheckpointStore(folder=run.path / "checkpoints", config=agreed).save(state, step=3, facts={})
     run.succeed("max_steps")
     return tmp_path

@@ -40,6 +40,7 @@ def test_the_checkpoint_of_a_run_becomes_a_verified_export(outputs, parameters, 
     source = json.loads((outputs / "train_hybrid-tiny" / "SUCCESS.json").read_text())
     assert exported.facts["source"]["checkpoint"] == source["checkpoint"]
     assert exported.facts["source"]["success_digest"] == source["digest"]
+    assert exported.facts["source"]["data"] == {"train": ["1a"], "validation": ["2b"]}
     arguments = json.loads((exported.folder / "training_args.json").read_text())
     assert arguments["preset"] == "atomic-hybrid-smoke"
     assert (exported.folder / "metrics.jsonl").read_bytes() == (

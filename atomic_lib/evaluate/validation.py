@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's parameters against the validation split, by the trainer's own evaluation."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from atomic_lib.config import TrainConfig
+from atomic_lib.data import TokenDataset
+from atomic_lib.train.evaluation import Validation
+from atomic_lib.train.loss import token_losses
+from atomic_lib.train.program import model_forward
+from atomic_lib.train.sharding import Placement
+from atomic_lib.train.step import make_eval_step
+
+# (batches done, batches in all)
+Progress = Callable[[int, int], None]
+
+
+def evaluate_parameters(
+    parameters: Mapping[str, ArrayLike],
+    training: TrainConfig,
+    dataset: TokenDataset,
+    *,
+    batch_size: int,
+    batches: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> dict[str, Any]:
+    """Evaluates the first `batches` (None: all full ones) batches of the validation split.
+
+    Model, dtype, sequence length and loss are those of `training`; the batch is spread over as many
+    of this machine's devices as divide it. Returns the fields of an evaluation row: ce (nats a
+    target), bpb_est, bpb_exact, bytes, exact_nats (these three None where the tokenizer is not
+    known), target_tokens, batches. Raises ValueError if the split has no full batch.
+    """
+    shares = _devices_for(batch_size)
+    config = dataclasses.replace(
+        training, batch_size=batch_size, eval_batches=batches,
+        accumulate_steps=1, data_parallel=shares, fsdp=1,
+    )  # fmt: skip
+    placement = Placement.over(data_parallel=shares, fsdp=1)
+    step = make_eval_step(model_forward(config), placement, config.loss_chunks)
+    validation = Validation.of(config, dataset, placement, step)
+    params = {name: jnp.asarray(value) for name, value in parameters.items()}
+    return validation.run(jax.device_put(params, placement.of(params)), progress)
+
+
+def position_losses(
+    parameters: Mapping[str, ArrayLike],
+    training: TrainConfig,
+    dataset: TokenDataset,
+    *,
+    batch_size: int,
+    batches: int | None = None,
+) -> NDArray[np.float64]:
+    """Mean cross-entropy at each position of the window, nats, float64 [sequence_length].
+
+    Position t has t + 1 tokens of context. Batches as in `evaluate_parameters`, on one device.
+    """
+    forward = model_forward(training)
+
+    @jax.jit
+    def losses_of(params: Any, tokens: jax.Array) -> jax.Array:
+        hidden, embedding = forward(params, tokens[:, :-1], None)
+        losses = token_losses(hidden, embedding, tokens[:, 1:], chunks=training.loss_chunks)
+        return jnp.sum(losses, axis=0)  # [B, T] -> [T]
+
+    params = {name: jnp.asarray(value) for name, value in parameters.items()}
+    total, rows = np.zeros(training.sequence_length), 0
+    for batch in dataset.validation_batches(batch_size, training.sequence_length, limit=batches):
+        total += np.asarray(losses_of(params, batch), dtype=np.float64)
+        rows += len(batch)
+    return total / rows
+
+
+def position_rows(losses: NDArray[np.float64]) -> list[dict[str, Any]]:
+    """Mean losses over positions 0, 1, 2-3, 4-7, ...: a row each, as a table shows them."""
+    edges = [0, *(2**power for power in range(len(losses).bit_length() + 1))]
+    return [
+        {
+            "positions": str(start) if stop - start == 1 else f"{start}–{stop - 1}",
+            "nats a token": float(losses[start:stop].mean()),
+        }
+        for start, stop in zip(edges, np.minimum(edges[1:], len(losses)), strict=False)
+        if start < stop
+    ]
+
+
+def _devices_for(batch_size: int) -> int:
+    """The most devices of this machine that share `batch_size` rows evenly."""
+    return max(n for n in range(1, len(jax.devices()) + 1) if batch_size % n == 0)
