@@ -12,6 +12,8 @@ back to the one before. Names of the state's arrays do not depend on the number 
 """
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,10 +170,11 @@ class CheckpointStore:
                 path, args=ocp.args.PyTreeSave(state)
             )
         except ValueError as error:
-            # TensorStore reports a full disk as a ValueError with this status in its text.
-            if "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error):
-                raise OSError(f"no space left for checkpoint {path}: {error}") from error
-            raise
+            # TensorStore reports what the system refused as a ValueError that ends in its number.
+            code = re.search(r"\[os_error_code='(\d+)'\]", str(error))
+            if code is None:
+                raise
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
 
     def _require_space(self, state: Any) -> None:
         needed = state_bytes(state) + SPARE_BYTES

@@ -87,7 +87,7 @@ class TrainStep:
     ) -> tuple[TrainState, Metrics]:
         loss, gradients = self.loss_and_gradients(state.params, tokens, state.step)
         with jax.named_scope("optimizer"):
-            norm = optax.global_norm(gradients)
+            norm = optax.tree.norm(gradients)
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             params, optimizer = self.optimizer.update(
                 state.params, gradients, state.optimizer, learning_rate, gradient_norm=norm

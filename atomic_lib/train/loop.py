@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: one session of a run, from its newest checkpoint to its end.
+
+While the device works on step n, the host reads the batch of step n + 1 and writes the row of step
+n - 1; it waits for the device only then. An evaluation or a checkpoint waits for all steps first.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from atomic_lib.config import TrainConfig
+from atomic_lib.data import TokenDataset
+from atomic_lib.train.budget import Budget
+from atomic_lib.train.checkpoint import Checkpoint, CheckpointStore
+from atomic_lib.train.evaluation import Validation
+from atomic_lib.train.interrupts import StopSignals, TrainingInterrupted
+from atomic_lib.train.program import Program
+from atomic_lib.train.record import Record
+from atomic_lib.train.schedule import RecordedSchedule, Schedule
+from atomic_lib.train.step import TrainState
+
+PLAN_AFTER_STEPS = 20  # timed steps before the final step is predicted
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+def last_step(config: TrainConfig) -> int | None:
+    """The step at which max_steps or max_tokens ends a run, whichever comes first."""
+    limits = [config.max_steps] if config.max_steps else []
+    if config.max_tokens:
+        limits.append(math.ceil(config.max_tokens / config.tokens_per_step))
+    return min(limits, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatched:
+    """A step that the device has been given; its results are not known yet."""
+
+    step: int  # finished steps once it is done
+    at: float  # clock
+    metrics: dict[str, Array]
+    learning_rate: float
+    elapsed_seconds: float
+    elapsed_fraction: float
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """One session of training. `state` is after `step` finished steps."""
+
+    config: TrainConfig
+    dataset: TokenDataset
+    program: Program
+    validation: Validation
+    schedule: Schedule | RecordedSchedule
+    store: CheckpointStore
+    budget: Budget
+    record: Record
+    state: TrainState
+    step: int
+    saved: Checkpoint | None  # the newest one of this run
+    max_skipped_in_a_row: int
+    signals: StopSignals
+    predicted_final_step: int | None = None
+    host_seconds: float = 0.0  # of the loop, waiting for the device excluded
+    loop_seconds: float = 0.0
+    _waiting: Dispatched | None = None
+    _finished_at: float | None = None  # when the step before ended, if the device went straight on
+    _compiled: bool = False
+    _saved_at: float = 0.0
+    _batch: tuple[int, np.ndarray] | None = None
+
+    def run(self) -> str:
+        """Trains until the run's end; returns the reason of the stop.
+
+        Raises TrainingInterrupted after a signal (a checkpoint is saved first), NonFiniteError
+        after too many bad steps in a row.
+        """
+        self._saved_at = self.budget.clock()
+        while True:
+            if self._is_evaluation_due():
+                self._evaluate()
+            if self.signals.requested:
+                self._interrupt(self.signals.requested)
+            reason = self._stop_reason()
+            if reason is not None:
+                break
+            if self.budget.clock() - self._saved_at >= self.config.checkpoint_seconds:
+                self._save_or_note()
+            self._train_one_step()
+        self._drain()
+        if self._saved_step != self.step:
+            self._save()  # before the evaluation, which takes longer to do again
+        if self.step not in self.record.evaluated_steps:
+            self._evaluate()
+        return reason
+
+    @property
+    def _saved_step(self) -> int | None:
+        return self.saved.step if self.saved else None
+
+    def _stop_reason(self) -> str | None:
+        last = last_step(self.config)
+        if last is not None and self.step >= last:
+            return "max_steps" if last == self.config.max_steps else "max_tokens"
+        return "time" if self.budget.is_used_up() else None
+
+    def _is_evaluation_due(self) -> bool:
+        due = self.step % self.config.eval_every == 0
+        return due and self.step not in self.record.evaluated_steps
+
+    def _train_one_step(self) -> None:
+        began = self.budget.clock()
+        tokens = self.program.placement.place_batch(self._next_batch())
+        elapsed = self.budget.elapsed()
+        rate = float(np.float32(self.schedule.rate(step=self.step, elapsed_seconds=elapsed)))
+        fraction = self.schedule.progress(step=self.step, elapsed_seconds=elapsed)
+        self.state, metrics = self.program.step(self.state, tokens, jnp.float32(rate))
+        self.step += 1
+        earlier = self._waiting
+        self._waiting = Dispatched(
+            step=self.step,
+            at=began,
+            metrics=metrics,
+            learning_rate=rate,
+            elapsed_seconds=elapsed,
+            elapsed_fraction=fraction,
+        )
+        self._read_ahead()
+        waited = self._collect(earlier)
+        spent = self.budget.clock() - began
+        self.loop_seconds += spent
+        self.host_seconds += spent - waited
+
+    def _next_batch(self) -> np.ndarray:
+        if self._batch is None or self._batch[0] != self.step:
+            self._read_ahead()
+        assert self._batch is not None
+        return self._batch[1]
+
+    def _read_ahead(self) -> None:
+        """Reads the batch of the step that comes next."""
+        last = last_step(self.config)
+        if last is not None and self.step >= last:
+            return
+        batch = self.dataset.train_batch(
+            self.config.data_seed,
+            self.step,
+            batch_size=self.config.batch_size,
+            sequence_length=self.config.sequence_length,
+        )
+        self._batch = (self.step, batch)
+
+    def _collect(self, done: Dispatched | None) -> float:
+        """Waits for a dispatched step and writes its row; returns the seconds it waited."""
+        if done is None:
+            return 0.0
+        began = self.budget.clock()
+        values = jax.device_get(done.metrics)
+        now = self.budget.clock()
+        seconds = None  # the first step compiles
+        if self._compiled:
+            seconds = now - (done.at if self._finished_at is None else self._finished_at)
+            self.budget.record_step(seconds)
+        self._finished_at, self._compiled = now, True
+        self.record.train_row(done, values, step_seconds=seconds, budget=self.budget)
+        if not values["finite"]:
+            self._note_skipped(done, values)
+        self._plan()
+        return now - began
+
+    def _drain(self) -> None:
+        """Collects the step in flight; whatever follows is no part of a step's time."""
+        done, self._waiting = self._waiting, None
+        self._collect(done)
+        self._finished_at = None
+
+    def _note_skipped(self, done: Dispatched, values: Mapping[str, Any]) -> None:
+        windows = self.dataset.train_windows(
+            self.config.data_seed,
+            done.step - 1,
+            batch_size=self.config.batch_size,
+            sequence_length=self.config.sequence_length,
+        )
+        in_a_row = int(values["skipped_in_a_row"])
+        self.record.event("skipped", step=done.step, in_a_row=in_a_row, windows=windows.tolist())
+        if in_a_row >= self.max_skipped_in_a_row:
+            raise NonFiniteError(
+                f"{in_a_row} steps in a row, the last one {done.step}, had a loss or gradient that "
+                f"is not finite; the last good checkpoint is that of step {self._saved_step}. "
+                "Lower learning_rate or look at the windows named in metrics.jsonl."
+            )
+
+    def _plan(self) -> None:
+        if self.predicted_final_step is None and self.budget.timed_steps >= PLAN_AFTER_STEPS:
+            self.predicted_final_step = self.budget.predict_final_step(
+                step=self.step,
+                max_steps=last_step(self.config),
+                eval_every=self.config.eval_every,
+                checkpoint_every_seconds=self.config.checkpoint_seconds,
+            )
+            self.record.event(
+                "plan", step=self.step, predicted_final_step=self.predicted_final_step
+            )
+
+    def _evaluate(self) -> None:
+        self._drain()
+        began = self.budget.clock()
+        values = self.validation.run(self.state.params, self.record.evaluation_progress(self.step))
+        self.budget.evaluation_seconds = self.budget.clock() - began
+        self.record.eval_row(self.step, values, elapsed_seconds=self.budget.elapsed())
+
+    def _save(self) -> None:
+        self._drain()
+        self.record.before_checkpoint()
+        began = self.budget.clock()
+        self.saved = self.store.save(
+            self.state,
+            step=self.step,
+            facts={
+                "tokens": self.step * self.config.tokens_per_step,
+                "elapsed_seconds": self.budget.elapsed(),
+                "data_seed": self.config.data_seed,
+                "dropout_seed": self.config.dropout_seed,
+            },
+        )
+        self._saved_at = self.budget.clock()
+        self.budget.checkpoint_seconds = self._saved_at - began
+        self.record.event("checkpoint", step=self.step, seconds=self._saved_at - began)
+
+    def _save_or_note(self) -> None:
+        """A checkpoint on the way: a full disk is noted and tried again, training goes on."""
+        try:
+            self._save()
+        except OSError as error:
+            self._saved_at = self.budget.clock()
+            self.record.event("checkpoint_failed", step=self.step, reason=str(error))
+
+    def _interrupt(self, name: str) -> None:
+        self._drain()
+        if self._saved_step != self.step:
+            self._save()
+        self.record.event("interrupted", step=self.step, signal=name)
+        raise TrainingInterrupted(
+            f"{name} stopped training at step {self.step}; its checkpoint is saved. Run the "
+            "notebook again to go on from there."
+        )
