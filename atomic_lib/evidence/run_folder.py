@@ -113,6 +113,10 @@ class RunFolder:
         write_json(target, value)
         return target
 
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Reads one evidence file (`name` relative to the folder) of this run."""
+        return json.loads((self.path / name).read_text(encoding="utf-8"))
+
     def save_figure(self, name: str, figure: Any) -> Path:
         """Writes a matplotlib figure as figures/<name>.png, the same bytes for the same figure."""
         target = self._target(f"figures/{name}.png")

@@ -33,6 +33,7 @@ CHAIN_START = "0" * 64
 ESTIMATED_BYTES_PER_TOKEN = 4.2  # the divisor of every published bpb_est
 # The writer computes in float64 or float32; float32 keeps 6 to 7 decimal digits.
 ARITHMETIC_TOLERANCE = 1e-6
+SUM_TOLERANCE = 1e-5  # between two float32 sums of the same numbers in different orders
 STOP_REASONS = ("completed", "time", "max_steps", "max_tokens", "data_end")
 
 # "name:type" or "name?:type" (may be absent); types are those of TYPES, joined by "|".
@@ -44,7 +45,9 @@ SCHEMAS = {
     "provenance.json": "",
     "training_args.json": "",
     "config.json": "",
-    "export.json": "tensors:list",
+    "export.json": "schema:text source:object tensors:list files:object",
+    "evaluation.json": "schema:text source:text models:list",
+    "comparison.json": "",
     SUCCESS: "schema:text run_id:text notebook:text started_at:time finished_at:time "
     "elapsed_s:number stop_reason:text final_step:count|null final_tokens:count|null "
     "results:object checkpoint:object|null metrics:object|null earlier_files:list sealed:flag "
@@ -54,7 +57,9 @@ SCHEMAS = {
 PART_SCHEMAS = {  # of the object that a field holds, or of each object in its list
     ("manifest.json", "inputs"): "path:text bytes:count method:text digest:sha256",
     ("runtime-preflight.json", "checks"): "check:text ok:flag",
-    ("export.json", "tensors"): "name:text shape:list dtype:text",
+    ("export.json", "tensors"): "name:text shape:list dtype:text sha256:sha256",
+    ("evaluation.json", "models"): "run_id:text step:count ce:number|null bpb_est:number|null "
+    "target_tokens:count",
     (SUCCESS, "checkpoint"): "path:text commit_sha256:sha256",
     (SUCCESS, "metrics"): "rows:count last_row_sha256:sha256",
 }
@@ -239,16 +244,21 @@ def _check_json(folder: Path, name: str) -> tuple[object, list[str]]:
         return None, [f"{name}:{error.lineno}: not JSON: {error.msg}"]
     except ValueError as error:
         return None, [f"{name}: not JSON: {error}"]
-    if name not in SCHEMAS:
+    kind = name.split("/")[-1]  # exports carry files of the run that they were made from
+    if kind not in SCHEMAS:
         return value, []
     if not isinstance(value, dict):
         return None, [f"{name}: must hold an object"]
-    problems = [f"{name}: {fault}" for fault in _faults(value, SCHEMAS[name])]
+    problems = [f"{name}: {fault}" for fault in _faults(value, SCHEMAS[kind])]
     for (owner, field), schema in PART_SCHEMAS.items():
         part = value.get(field)
-        if owner == name and part is not None:
-            for index, item in enumerate(part if isinstance(part, list) else [part], 1):
-                problems += [f"{name}: {field} {index}: {fault}" for fault in _faults(item, schema)]
+        if owner != kind or part is None:
+            continue
+        for index, item in enumerate(part if isinstance(part, list) else [part], 1):
+            faults = _faults(item, schema)
+            if field == "models" and not faults and item["ce"] is not None:
+                faults = _bits_per_byte_faults(item)
+            problems += [f"{name}: {field} {index}: {fault}" for fault in faults]
     return value, problems
 
 
@@ -395,7 +405,7 @@ def _bits_per_byte_faults(row: dict) -> list[str]:
     nats = row.get("exact_nats")
     if nats is not None and not _close(exact, nats / math.log(2) / row["bytes"]):
         faults.append("bpb_exact is not exact_nats / ln 2 / bytes")
-    if exact > bits * row["target_tokens"] / row["bytes"] * (1 + ARITHMETIC_TOLERANCE):
+    if exact > bits * row["target_tokens"] / row["bytes"] * (1 + SUM_TOLERANCE):
         faults.append("bpb_exact is above ce * target_tokens / ln 2 / bytes")
     return faults
 

@@ -17,6 +17,7 @@ from atomic_lib.run.jobs import Job
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # Where papermill's own stack begins; what stands before it is the kernel's.
 PAPERMILL_TRACEBACK = "Traceback (most recent call last)"
+HEADLINES = ("bpb_exact",)
 LOG_LINES = 40  # of papermill's and the kernel's own output, kept in FAILED.json
 
 
@@ -112,8 +113,8 @@ def _notebook_error(path: Path) -> list[str]:
 
 
 def _key_figure(results: dict[str, Any]) -> str:
-    """The first number among the results that the notebook stated."""
-    for name, value in results.items():
+    """A headline of the results that the notebook stated, or the first number among them."""
+    for name, value in sorted(results.items(), key=lambda item: item[0] not in HEADLINES):
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return f"{name.replace('_', ' ')} {value:.6g}"
     return ""

@@ -58,8 +58,12 @@ def make_run(root: Path, steps: int = 12) -> Path:
     run.write_json("runtime-preflight.json", {"checks": [{"check": "devices", "ok": True}]})
     for name in ("provenance.json", "training_args.json", "config.json"):
         run.write_json(name, {"value": 1})
-    tensor = {"name": "embedding", "shape": [4, 2], "dtype": "float32"}
-    run.write_json("export.json", {"tensors": [tensor]})
+    tensor = {"name": "embedding", "shape": [4, 2], "dtype": "float32", "sha256": "0" * 64}
+    export = {"schema": "1", "source": {}, "files": {}, "tensors": [tensor]}
+    run.write_json("train-smoke/export.json", export)
+    model = {"run_id": "train-smoke", **eval_fields(steps)}
+    evaluation = {"schema": "1", "source": "export-smoke", "models": [model]}
+    run.write_json("evaluation.json", evaluation)
     run.metrics.start(run_id=run.run_id, tokens_per_step=TOKENS_PER_STEP)
     for step in range(1, steps + 1):
         run.metrics.append("train", **train_fields(step))

@@ -47,7 +47,7 @@ def test_success_says_which_files_an_earlier_session_left(sealed_run: Path):
     run = open_run(sealed_run.parents[1])
     run.write_json("config.json", {"value": 2})
     success = run.succeed("completed")
-    assert "export.json" in success["earlier_files"]
+    assert "evaluation.json" in success["earlier_files"]
     assert "config.json" not in success["earlier_files"]
     assert "notebook.ipynb" not in success["files"]
     assert verify(run.path) == []

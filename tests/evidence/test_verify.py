@@ -31,9 +31,9 @@ from sample_runs import (
 from atomic_lib.evidence import RunFolder, seal, verify, zip_run
 
 EVIDENCE = (
-    "SHA256SUMS", "SUCCESS.json", "config.json", "export.json", "figures/loss.png",
+    "SHA256SUMS", "SUCCESS.json", "config.json", "evaluation.json", "figures/loss.png",
     "manifest.json", "metrics.jsonl", "notebook.ipynb", "provenance.json", "report.html",
-    "runtime-preflight.json", "training_args.json", "verify.py",
+    "runtime-preflight.json", "train-smoke/export.json", "training_args.json", "verify.py",
 )  # fmt: skip
 FLIPS_PER_FILE = 40
 
@@ -52,6 +52,26 @@ def test_sealed_run_is_verified_and_complete(sealed_run: Path):
     for name in listed:
         digest = hashlib.sha256((sealed_run / name).read_bytes()).hexdigest()
         assert f"{digest}  {name}\n" in (sealed_run / "SHA256SUMS").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("evaluation.json", lambda v: v["models"][0].update(bpb_est=0.8), "bpb_est is not ce"),
+        ("evaluation.json", lambda v: v.update(models={}), "field 'models' must be list"),
+        ("train-smoke/export.json", lambda v: v["tensors"][0].update(name=""), "tensors 1: field"),
+        ("runtime-preflight.json", lambda v: v["checks"][0].update(ok=1), "'ok' must be flag"),
+        ("manifest.json", lambda v: v.update(started_at="today"), "'started_at' must be time"),
+        ("manifest.json", lambda v: v["origins"].pop("run"), "parameter 'run' has no origin"),
+        ("manifest.json", lambda v: v.update(run_id="other"), "run_id is not the 'train-smoke'"),
+        ("config.json", lambda v: v.update(value=float("nan")), "NaN is not JSON"),
+    ],
+)
+def test_fields_are_checked_also_where_hashes_would_fit(sealed_run: Path, name, change, message):
+    value = json.loads((sealed_run / name).read_text())
+    change(value)
+    (sealed_run / name).write_text(json.dumps(value))
+    assert any(p.startswith(f"{name}: ") and message in p for p in verify(sealed_run))
 
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs the sha256sum program")
