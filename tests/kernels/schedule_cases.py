@@ -93,13 +93,20 @@ def while_kernel():
 
 
 def too_much_vmem():
-    """A kernel whose block, 512 MiB, no chip can hold."""
+    """A kernel whose scratch, 256 MiB, no chip can hold."""
 
-    def body(x_ref, o_ref):
-        o_ref[...] = x_ref[...] * 2.0
+    def body(x_ref, o_ref, scratch_ref):
+        scratch_ref[:8] = x_ref[...]
+        o_ref[...] = scratch_ref[:8] * 2.0
 
-    shape = Shape((2**20, 128), jnp.float32)
-    return pl.pallas_call(body, out_shape=shape, name="too_much_vmem"), (shape,)
+    shape = Shape((8, 128), jnp.float32)
+    kernel = pl.pallas_call(
+        body,
+        out_shape=shape,
+        scratch_shapes=[pltpu.VMEM((2**19, 128), jnp.float32)],
+        name="too_much_vmem",
+    )
+    return kernel, (shape,)
 
 
 def broken():
