@@ -9,11 +9,14 @@ are float32; the weights are cast to the values' dtype before they are summed.
     chunked       any device: queries in chunks, keys cut at the diagonal (and at the window), each
                   chunk recomputed in the backward pass. No T x T tensor beyond one chunk's rows.
     dot_product   jax.nn.dot_product_attention; on a GPU it may choose a fused kernel. No segments.
+    splash        a TPU, or a program compiled for one: see splash.py.
     auto          chunked.
 """
 
 import jax
 import jax.numpy as jnp
+
+from atomic_lib.model.splash import splash_attention
 
 Array = jax.Array
 
@@ -89,7 +92,12 @@ def _dot_product(q: Array, k: Array, v: Array, *, scale: float, first_visible: A
     )
 
 
-_IMPLEMENTATIONS = {"auto": _chunked, "chunked": _chunked, "dot_product": _dot_product}
+_IMPLEMENTATIONS = {
+    "auto": _chunked,
+    "chunked": _chunked,
+    "dot_product": _dot_product,
+    "splash": splash_attention,
+}
 
 
 def causal_attention(

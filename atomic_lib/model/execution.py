@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 COMPUTE_DTYPES = ("bfloat16", "float32")
 GDN2_BACKENDS = ("auto", "xla", "reference", "tpu")
-ATTENTION_IMPLEMENTATIONS = ("auto", "chunked", "dot_product")
+ATTENTION_IMPLEMENTATIONS = ("auto", "chunked", "dot_product", "splash")
 REMATS = ("none", "save_dots", "save_nothing")
 
 

@@ -48,9 +48,21 @@ class Program:
     abstract_state: TrainState
 
 
-def model_forward(config: TrainConfig) -> Forward:
-    """The model of `config` as a function of its parameters."""
-    execution = Execution(compute_dtype=config.compute_dtype, gdn2_backend=config.kernel_backend)
+def execution_on(config: TrainConfig, platform: str) -> Execution:
+    """How the model is computed on `platform`: the platform compiled for, not this process's."""
+    backend = config.kernel_backend
+    if platform != "tpu":
+        return Execution(compute_dtype=config.compute_dtype, gdn2_backend=backend)
+    return Execution(
+        compute_dtype=config.compute_dtype,
+        gdn2_backend="tpu" if backend == "auto" else backend,
+        attention="splash",
+    )
+
+
+def model_forward(config: TrainConfig, platform: str | None = None) -> Forward:
+    """The model of `config` as a function of its parameters, for `platform` (default: JAX's)."""
+    execution = execution_on(config, platform or jax.default_backend())
     graph = model_graph(config.model_config, execution)
     rate = config.dropout_rate
 
@@ -81,7 +93,7 @@ def build_program(config: TrainConfig, *, devices: Sequence[Any] | None = None) 
         adam_b2=config.adam_b2,
         stack_sharding=placement.matrix_stack,
     )
-    forward = model_forward(config)
+    forward = model_forward(config, placement.mesh.devices.flat[0].platform)
     train_step = TrainStep(
         forward=forward,
         optimizer=optimizer,

@@ -68,7 +68,7 @@ def compilation_cache(tmp_path_factory):
 @pytest.fixture
 def tiny_model(monkeypatch):
     """Puts the model of `tiny` in the place of the language model."""
-    monkeypatch.setattr(program, "model_forward", lambda config: tiny.tiny_forward)
+    monkeypatch.setattr(program, "model_forward", lambda config, platform: tiny.tiny_forward)
     monkeypatch.setattr(
         program, "init_parameters", lambda config, seed: tiny.tiny_params(int(seed))
     )
