@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the chunk functions multiply: operand rounding, and the precision of each product.
+
+A matrix unit multiplies bfloat16 and adds in float32. Three ways of using one:
+
+    "bf16"    round(a) round(b)                                  one pass,   operand error 2^-9
+    "bf16x3"  a_h b_h + (a_h b_l + a_l b_h),  x_h = round(x)     three passes, about 2^-17
+                                              x_l = round(x - x_h)
+    "f32"     a b in float32                                     six passes on a TPU
+
+On a CPU the same roundings are made and the products are added in float32, so an error measured
+there is the error of the matrix unit up to the order of the sums.
+
+The three precisions that a caller can ask for are sets of these, one for each kind of product.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+# Contracted axes, counted from the end, of a [.., M, N] style operand pair.
+_CONTRACTED = {"nn": (-1, -2), "nt": (-1, -1), "tn": (-2, -2)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DotPrecision:
+    """The precision ("bf16", "bf16x3" or "f32") of each kind of product in a chunk."""
+
+    scores: str  # q k^T and (b k) k^T over the levels, and their gradients
+    inverse: str  # the block ladder
+    solve: str  # A R, A^T dVn
+    read: str  # what is read from the state: Kb S, Qt S, and their gradients
+    output: str  # Aqk Vn, Aqk^T dO
+    update: str  # what is written to the state: Kg^T Vn, and its gradients
+    pairs: str  # dO Vn^T, dR Vn^T
+
+
+def swap_siblings(x: Array, half: int) -> Array:
+    """Swaps each aligned block of `half` rows with its sibling: row r receives row r ^ half.
+
+    x [C, N] with C a multiple of 2 * half.
+    """
+    rows, width = x.shape
+    pairs = x.reshape(rows // (2 * half), 2, half, width)
+    return lax.rev(pairs, (1,)).reshape(rows, width)
+
+
+def round_to_bfloat16(x: Array) -> Array:
+    """x rounded to bfloat16. XLA may drop a float32 -> bfloat16 -> float32 pair of casts (it
+    counts excess precision as harmless); it may not drop a reduce_precision."""
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """What depends on the machine: product precision, row exchange, rounding, leaf size."""
+
+    precision: DotPrecision
+    # Blocks up to this many rows are handled by masked products over the whole block, larger
+    # ones by products of half blocks. 16 keeps CPU and GPU products small; a 128 x 128 matrix
+    # unit does a whole chunk in the time of a leaf, so there leaf = C.
+    leaf: int = 16
+    swap_siblings: Callable[[Array, int], Array] = swap_siblings
+    round_to_bfloat16: Callable[[Array], Array] = round_to_bfloat16
+
+    def dot(self, a: Array, b: Array, precision: str, layout: str = "nn") -> Array:
+        """Product over the last two axes, earlier axes batched, float32 result.
+
+        layout "nn": a b [.., M, N] @ [.., N, P]; "nt": a b^T; "tn": a^T b.
+        """
+        if precision == "f32":
+            return _product(a, b, layout)
+        a_high, b_high = self.round_to_bfloat16(a), self.round_to_bfloat16(b)
+        high = _product(a_high, b_high, layout)
+        if precision == "bf16":
+            return high
+        a_low = self.round_to_bfloat16(a - a_high.astype(jnp.float32))
+        b_low = self.round_to_bfloat16(b - b_high.astype(jnp.float32))
+        return high + (_product(a_high, b_low, layout) + _product(a_low, b_high, layout))
+
+
+def _product(a: Array, b: Array, layout: str) -> Array:
+    contract_a, contract_b = (axis + a.ndim for axis in _CONTRACTED[layout])
+    batch = tuple(range(a.ndim - 2))
+    return lax.dot_general(
+        a,
+        b,
+        (((contract_a,), (contract_b,)), (batch, batch)),
+        precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _uniform(precision: str) -> DotPrecision:
+    names = [field.name for field in dataclasses.fields(DotPrecision)]
+    return DotPrecision(**dict.fromkeys(names, precision))
+
+
+DOT_PRECISIONS: dict[str, DotPrecision] = {
+    "bf16": dataclasses.replace(_uniform("bf16"), inverse="bf16x3"),
+    "bf16x3": _uniform("bf16x3"),
+    "f32": _uniform("f32"),
+}
+
+
+def default_precision(dtype: jax.typing.DTypeLike, platform: str) -> str:
+    """The precision for inputs of `dtype`: bfloat16 -> "bf16"; float32 -> "f32", or "bf16x3" on
+    a TPU, whose matrix unit has no float32 product (1e-4 instead of 2e-5, at half the passes)."""
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        return "bf16"
+    return "bf16x3" if platform == "tpu" else "f32"

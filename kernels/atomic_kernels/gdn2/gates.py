@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From raw projections to the inputs of GDN-2.
+
+    g = -exp(A_log) softplus(x + dt_bias)              unbounded below, or
+    g = lower_bound sigmoid(exp(A_log) (x + dt_bias))  in (lower_bound, 0)
+
+    q, k <- x / sqrt(sum x^2 + 1e-6)      b <- sigmoid(x), or 2 sigmoid(x)      w <- sigmoid(x)
+
+All in float32 (float64 for the reference).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from atomic_kernels.gdn2.chunk import Inputs
+
+# Under the square root of the L2 norm. A zero vector stays zero with a finite gradient.
+NORM_EPSILON = 1e-6
+# exp overflows float32 above 88.72; a decay of -3e+38 nats is as good as any beyond it, and its
+# product with a zero gradient is 0 where infinity's would be NaN.
+LARGEST_EXPONENT = 88.7
+
+
+def decay_gate(
+    x: Array, A_log: Array | None, dt_bias: Array | None, *, lower_bound: float | None = None
+) -> Array:
+    """The log decay g in nats, float32 (float64 for float64 x), in x's shape.
+
+    x [.., H, K] raw projection; A_log [H]; dt_bias [H, K]; None for either is zeros. Without
+    lower_bound, g = -exp(A_log) softplus(x + dt_bias); with it, lower_bound * sigmoid(exp(A_log)
+    * (x + dt_bias)). Gradients are finite for every finite argument, also where exp(A_log)
+    overflows or the softplus underflows. Raises ValueError for lower_bound >= 0.
+    """
+    if lower_bound is not None and not -float("inf") < lower_bound < 0:
+        raise ValueError(
+            f"lower_bound must be a finite log decay < 0 in nats, got {lower_bound!r}."
+        )
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    z = x.astype(dtype)
+    if dt_bias is not None:
+        z = z + dt_bias.astype(dtype)
+    log_rate = jnp.zeros((), dtype) if A_log is None else A_log.astype(dtype)[..., None]
+    z, log_rate = jnp.broadcast_arrays(z, log_rate)
+    if lower_bound is None:
+        return _unbounded_decay(z, log_rate)
+    return lower_bound * _scaled_sigmoid(z, log_rate)
+
+
+@jax.custom_jvp
+def _unbounded_decay(z: Array, log_rate: Array) -> Array:
+    """-exp(log_rate) softplus(z) by one exponential: exp(90) softplus(-90) is 1, not inf * 0."""
+    # softplus(z) = exp(z) to float32 below -20, where it would soon underflow.
+    log_softplus = jnp.where(z < -20.0, z, jnp.log(jax.nn.softplus(jnp.maximum(z, -20.0))))
+    return -_bounded_exp(log_rate + log_softplus)
+
+
+@_unbounded_decay.defjvp
+def _unbounded_decay_jvp(primals, tangents):
+    z, log_rate = primals
+    d_z, d_log_rate = tangents
+    decay = _unbounded_decay(z, log_rate)
+    slope = -_bounded_exp(log_rate + jax.nn.log_sigmoid(z))
+    return decay, slope * d_z + decay * d_log_rate
+
+
+@jax.custom_jvp
+def _scaled_sigmoid(z: Array, log_rate: Array) -> Array:
+    """sigmoid(exp(log_rate) z)."""
+    return jax.nn.sigmoid(_bounded_exp(log_rate) * z)
+
+
+@_scaled_sigmoid.defjvp
+def _scaled_sigmoid_jvp(primals, tangents):
+    z, log_rate = primals
+    d_z, d_log_rate = tangents
+    rate = _bounded_exp(log_rate)
+    log_slope = jax.nn.log_sigmoid(rate * z) + jax.nn.log_sigmoid(-rate * z)
+    # exp(log_rate) sigmoid'(.) as one exponential: rate alone may be 3e+38 where sigmoid' is 0.
+    slope = _bounded_exp(log_rate + log_slope)
+    return jax.nn.sigmoid(rate * z), slope * d_z + slope * z * d_log_rate
+
+
+def _bounded_exp(x: Array) -> Array:
+    return jnp.exp(jnp.minimum(x, LARGEST_EXPONENT))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Projections:
+    """How raw projections become the inputs of GDN-2."""
+
+    qk_l2norm: bool = True
+    negative_eigenvalues: bool = False
+    lower_bound: float | None = None
+
+    def activate(self, raw: Inputs, A_log: Array | None, dt_bias: Array | None) -> Inputs:
+        """Normalised q, k, decay g and gates b, w in float32 (float64 stays float64).
+
+        q, k, g, b [.., H, K]; v, w [.., H, V]; A_log [H]; dt_bias [H, K].
+        """
+        q, k, v, g, b, w = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in raw)
+        if self.qk_l2norm:
+            q, k = _l2_normalise(q), _l2_normalise(k)
+        b = jax.nn.sigmoid(b) * (2.0 if self.negative_eigenvalues else 1.0)
+        g = decay_gate(g, A_log, dt_bias, lower_bound=self.lower_bound)
+        return Inputs(q, k, v, g, b, jax.nn.sigmoid(w))
+
+
+def _l2_normalise(x: Array) -> Array:
+    return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + NORM_EPSILON)
