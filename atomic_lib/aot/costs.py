@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted time of a compiled program on one chip, instruction by instruction.
+
+    fusion, copy      XLA's estimated_cycles / clock; without an estimate, bytes / ASSUMED_HBM
+    Pallas kernel     the larger of its static schedule / clock and its bytes / ASSUMED_HBM
+    collective        bytes that leave a chip / ASSUMED_LINK, less the work between its start and
+                      its end where it is asynchronous
+    loop              its body times its trip count
+
+Nothing here is measured. XLA's estimate is near for matrix products (88 to 100 us where 87 is the
+floor) and pessimistic for passes over memory (it implies 213 to 470 GB/s), so each time comes with
+`at_bandwidth`: the same, with everything but matrix products and kernels at bytes / ASSUMED_HBM
+where that is less. The truth should lie between the two.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from atomic_kernels.schedule.chips import Chip
+from atomic_kernels.schedule.hlo import HloModule, Instruction, Work, hbm_bytes
+
+from atomic_lib.aot.kernels import kernel_key
+from atomic_lib.aot.parts import COLLECTIVES, PARTS, part_of
+
+# Of the published peak; 700 GB/s on v5e. Our assumption for a long, regular pass.
+ASSUMED_HBM_FRACTION = 0.855
+# Bytes a second that a chip sends around a two-way ring on a 2 x 4 slice. Our assumption.
+ASSUMED_LINK_BYTES_PER_SECOND = 90e9
+
+_COLLECTIVE = re.compile(
+    r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start|-done)?$"
+)
+_MATRIX_PRODUCTS = ("convolution", "dot")
+_ESTIMATE = r'"estimated_cycles":"(\d+)"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Time of one instruction in one call of the program, all its executions together."""
+
+    name: str
+    part: str
+    kind: str  # "kernel", "matrix product", "collective" or "pass"
+    op_name: str
+    executions: int
+    seconds: float
+    seconds_at_bandwidth: float
+    bytes: int  # through HBM, or over the links for a collective
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartTime:
+    """Predicted time of one part of a step, in milliseconds."""
+
+    part: str
+    milliseconds: float
+    milliseconds_at_bandwidth: float
+    instructions: int
+
+
+def ring_bytes(opcode: str, result_bytes: int, devices: int) -> float:
+    """Bytes that each chip of a ring of `devices` sends for a collective with this result."""
+    share = (devices - 1) / devices
+    return {
+        "all-reduce": 2 * share * result_bytes,
+        "all-gather": share * result_bytes,
+        "reduce-scatter": share * result_bytes * devices,
+        "all-to-all": share * result_bytes,
+        "collective-permute": float(result_bytes),
+    }[opcode]
+
+
+class ProgramCosts:
+    """The costs of a compiled module.
+
+    `kernel_cycles` gives the static cycles of each Pallas kernel by `kernels.kernel_key`. Raises
+    ValueError for a loop whose trip count the program does not state: its time cannot be predicted.
+    """
+
+    def __init__(self, module: HloModule, chip: Chip, kernel_cycles: Mapping[str, int]):
+        self._module = module
+        self._chip = chip
+        self._kernel_cycles = kernel_cycles
+        self._memory_rate = ASSUMED_HBM_FRACTION * chip.hbm_bytes_per_second
+        self.costs = tuple(self._costs(module.work()))
+
+    def _costs(self, work: Iterable[Work]) -> list[Cost]:
+        costs: list[Cost] = []
+        open_since: dict[str, int] = {}  # name of a collective's start -> its index in `costs`
+        for item in work:
+            if item.executions is None:
+                raise ValueError(
+                    f"instruction %{item.instruction.name} runs an unknown number of times; give "
+                    "the loop a fixed trip count (lax.scan or fori_loop with a literal bound)"
+                )
+            started = [name for name in item.instruction.operands if name in open_since]
+            if started and item.instruction.opcode.endswith("-done"):
+                index = open_since.pop(started[0])
+                costs[index] = _hide(costs[index], costs[index + 1 :])
+                continue
+            cost = self._cost(item.instruction, item.executions, item.hbm_bytes)
+            if cost is None:
+                continue
+            if item.instruction.opcode.endswith("-start") and cost.part == COLLECTIVES:
+                open_since[item.instruction.name] = len(costs)
+            costs.append(cost)
+        return costs
+
+    def _cost(self, instruction: Instruction, executions: int, hbm_size: int) -> Cost | None:
+        collective = self._collective(instruction)
+        if collective is not None:
+            kind, size = "collective", collective
+            seconds = at_bandwidth = size / ASSUMED_LINK_BYTES_PER_SECOND
+        else:
+            size = float(hbm_size)
+            by_bytes = size / self._memory_rate
+            key = kernel_key(instruction)
+            kind = "kernel" if key else self._kind(instruction)
+            if key:
+                static = self._chip.seconds(self._kernel_cycles[key])
+                seconds = at_bandwidth = max(static, by_bytes)
+            elif instruction.opcode.endswith(("-start", "-done")):
+                return None  # a transfer that overlaps with the work around it
+            else:
+                estimate = instruction.attribute(_ESTIMATE)
+                seconds = self._chip.seconds(int(estimate)) if estimate else by_bytes
+                at_bandwidth = seconds if kind == "matrix product" else min(seconds, by_bytes)
+        op_name = instruction.attribute(r'op_name="([^"]*)"') or ""
+        return Cost(
+            name=instruction.name,
+            part=part_of(
+                op_name,
+                is_matrix_product=kind == "matrix product",
+                is_collective=kind == "collective",
+            ),
+            kind=kind,
+            op_name=op_name,
+            executions=executions,
+            seconds=seconds * executions,
+            seconds_at_bandwidth=at_bandwidth * executions,
+            bytes=round(size) * executions,
+        )
+
+    def _kind(self, instruction: Instruction) -> str:
+        inner = {item.opcode for item in self._inside(instruction)} | {instruction.opcode}
+        return "matrix product" if inner & {*_MATRIX_PRODUCTS} else "pass"
+
+    def _inside(self, instruction: Instruction) -> list[Instruction]:
+        """Instructions of the computation that a fusion or asynchronous start calls."""
+        called = instruction.attribute(r"calls=%([^,\s]+)")
+        return self._module.computations.get(called, []) if called else []
+
+    def _collective(self, instruction: Instruction) -> float | None:
+        """Bytes that a chip sends for this instruction, or None if it is no collective."""
+        inside = self._inside(instruction)
+        for item in [instruction, *inside]:
+            match = _COLLECTIVE.match(item.opcode)
+            if match is None or match[2] == "-done":
+                continue
+            opcode, shape = match[1], item.shape
+            if match[2] == "-start" and opcode == "all-gather":
+                # Its result is (operand, gathered array).
+                shape = shape.rpartition("(")[2] if shape.count("(") > 1 else shape
+            result = hbm_bytes(re.sub(r"S\(\d+\)", "", shape))
+            if match[2] == "-start" and opcode == "all-gather":
+                result = round(result * _devices(item) / (_devices(item) + 1))
+            # The compiler writes a reduce-scatter as an all-reduce whose result is cut.
+            cut = opcode == "all-reduce" and any(i.opcode == "dynamic-slice" for i in inside)
+            sent = ring_bytes(opcode, result, _devices(item))
+            return sent / 2 if cut else sent
+        return None
+
+
+def _hide(cost: Cost, between: list[Cost]) -> Cost:
+    """The asynchronous collective with only the time that the work in between does not cover."""
+    covered = sum(item.seconds for item in between if item.kind != "collective")
+    covered_at_bandwidth = sum(
+        item.seconds_at_bandwidth for item in between if item.kind != "collective"
+    )
+    return Cost(
+        **{
+            **cost.__dict__,
+            "seconds": max(0.0, cost.seconds - covered),
+            "seconds_at_bandwidth": max(0.0, cost.seconds_at_bandwidth - covered_at_bandwidth),
+        }
+    )
+
+
+def _devices(instruction: Instruction) -> int:
+    """Devices of one group: replica_groups={{0,1,..},..}, or its short form [groups,devices]."""
+    listed = instruction.attribute(r"replica_groups=\{\{([\d,]+)\}")
+    if listed:
+        return len(listed.split(","))
+    short = instruction.attribute(r"replica_groups=\[\d+,(\d+)\]")
+    return int(short) if short else 2
+
+
+def part_times(costs: Iterable[Cost]) -> tuple[PartTime, ...]:
+    """The times by part, in the order of `PARTS`; parts without an instruction are left out."""
+    listed = tuple(costs)
+    return tuple(
+        PartTime(
+            part=part,
+            milliseconds=1e3 * sum(cost.seconds for cost in own),
+            milliseconds_at_bandwidth=1e3 * sum(cost.seconds_at_bandwidth for cost in own),
+            instructions=len(own),
+        )
+        for part in PARTS
+        if (own := [cost for cost in listed if cost.part == part])
+    )
