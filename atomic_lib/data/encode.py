@@ -12,6 +12,7 @@ import multiprocessing
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,6 +124,12 @@ def _encode_in_processes(
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            "a tokenising process ended before its work: the machine is out of memory, or the main "
+            "script runs its work at import (put it under `if __name__ == '__main__':`, or pass "
+            "workers=1)."
+        ) from error
     finally:  # also when the caller has enough tokens and closes this generator
         pool.shutdown(cancel_futures=True)
 
