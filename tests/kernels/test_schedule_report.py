@@ -70,6 +70,16 @@ def test_times_floors_and_ratios_of_a_kernel():
     assert row["spills_and_fills_per_bundle"] == pytest.approx(1.25)
     assert whole.cycles == 3_000_000  # two runs; the scalar of unknown count has no schedule
     assert whole.kernel_cycles == 3_000_000
+    assert whole.cycles_with_stalls == 3_600_000
+    assert whole.matmul_cycles == 1_200_000
+
+
+def test_passes_outside_kernels_are_those_that_move_much():
+    moved = kernel(name="copy.1", kind="copy", hbm_bytes=2**20)
+    ahead = kernel(name="copy-start.1", kind="transfer", hbm_bytes=2**30)
+    whole = report(kernel(), scalar(), moved, ahead)
+    assert [item.name for item in whole.passes_outside_kernels()] == ["copy.1"]
+    assert whole.passes_outside_kernels(2**21) == ()
 
 
 @pytest.mark.parametrize("field", ["cycles", "executions"])

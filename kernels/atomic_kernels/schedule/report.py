@@ -158,6 +158,40 @@ class ScheduleReport:
         return total_cycles(self.kernels)
 
     @property
+    def cycles_with_stalls(self) -> int | None:
+        """Cycles of one call with the waits on results; None when a count is not known."""
+        total = 0
+        for item in self.operations:
+            if item.bundles is None:
+                continue
+            if item.cycles is None or item.stall_cycles is None or item.executions is None:
+                return None
+            total += (item.cycles + item.stall_cycles) * item.executions
+        return total
+
+    @property
+    def matmul_cycles(self) -> int | None:
+        """Cycles that the kernels' matrix products hold the units; None when not known."""
+        total = 0
+        for item in self.kernels:
+            if item.matmul_cycles is None or item.executions is None:
+                return None
+            total += item.matmul_cycles * item.executions
+        return total
+
+    def passes_outside_kernels(self, minimum_bytes: int = 2**20) -> tuple[Operation, ...]:
+        """What moves at least `minimum_bytes` of HBM outside the kernels: passes, copies, all.
+
+        Empty for a program whose kernels take the arrays as they are. Transfers that the
+        compiler starts ahead of a kernel, in the kernel's place, are left out.
+        """
+        return tuple(
+            item
+            for item in self.others
+            if item.kind != "transfer" and item.hbm_bytes >= minimum_bytes
+        )
+
+    @property
     def cycles_at_least(self) -> int:
         """Static cycles with every unknown count taken as one: a lower bound."""
         return sum(
