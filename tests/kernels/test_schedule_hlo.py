@@ -129,6 +129,12 @@ def test_branches_of_a_conditional_have_unknown_executions():
     assert work["lt"].executions is None
 
 
+def test_opcodes_inside_a_fusion_are_known():
+    work = work_by_name(MODULE)
+    assert work["fusion.1"].fused == {"multiply"}
+    assert work["kernel.1"].fused == frozenset()
+
+
 def test_text_that_is_no_module_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         HloModule("HloModule nothing\n")

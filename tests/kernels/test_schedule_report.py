@@ -95,6 +95,14 @@ def test_an_unknown_count_is_never_taken_as_one(field):
     assert "unknown" in next(line for line in text.splitlines() if line.startswith("kernel.2"))
 
 
+def test_a_collective_without_a_schedule_makes_the_total_unknown():
+    gather = dataclasses.replace(scalar(), name="all-gather.1", kind="collective", executions=1)
+    whole = report(kernel(), gather)
+    assert whole.cycles is None
+    assert whole.cycles_with_stalls is None
+    assert whole.kernel_cycles == 3_000_000
+
+
 def test_json_returns_an_equal_report(tmp_path):
     whole = report(kernel(), scalar())
     whole.save(tmp_path / "report.json")

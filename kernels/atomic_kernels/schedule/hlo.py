@@ -66,11 +66,15 @@ class Instruction:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A scheduled instruction and how often one call of the program runs it (None: unknown)."""
+    """A scheduled instruction and how often one call of the program runs it (None: unknown).
+
+    fused holds the opcodes inside a fusion, parameters and constants left out.
+    """
 
     instruction: Instruction
     executions: int | None
     hbm_bytes: int
+    fused: frozenset[str] = frozenset()
 
 
 class HloModule:
@@ -130,7 +134,16 @@ class HloModule:
                     instruction=instruction,
                     executions=executions,
                     hbm_bytes=self.hbm_bytes(instruction),
+                    fused=self._fused_opcodes(instruction),
                 )
+
+    def _fused_opcodes(self, instruction: Instruction) -> frozenset[str]:
+        if instruction.opcode != "fusion":
+            return frozenset()
+        opcodes: set[str] = set()
+        for item in self.computations[instruction.required(r"calls=%([^,\s]+)")]:
+            opcodes |= {item.opcode} | self._fused_opcodes(item)
+        return frozenset(opcodes - _FREE - {"fusion"})
 
     def _while_trips(self, computation: str, loop: Instruction) -> int | None:
         """Trips of a loop `for (i = a; i < n; i += s)` with literal a, n and s, else None."""

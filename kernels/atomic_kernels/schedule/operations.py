@@ -28,8 +28,7 @@ from atomic_kernels.schedule.report import Operation, UnitProfile, UnitUse
 
 _PALLAS_TARGET = "tpu_custom_call"
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_COPY_OPCODES = ("copy", "transpose", "reshape")
-_COPY_FUSION = re.compile(r"^(copy|transpose|bitcast)[\w.\-]*fusion")
+_COPY_OPCODES = frozenset(["copy", "transpose", "reshape", "bitcast-convert"])
 # A matrix product with its modifiers, e.g. vmatmul.msk.bf16.gmra.mxu2.
 _MATMUL = re.compile(r"\bvmatmul\.([\w.]+)")
 
@@ -206,14 +205,15 @@ def _matmul_cycles(
 
 def _kind(work: Work) -> str:
     instruction = work.instruction
+    opcodes = work.fused or {instruction.opcode}
     if instruction.opcode == "custom-call":
         target = instruction.attribute(r'custom_call_target="([^"]*)"')
         return "pallas" if target == _PALLAS_TARGET else "other"
-    if instruction.opcode.startswith(_COLLECTIVES):
+    if any(opcode.startswith(_COLLECTIVES) for opcode in opcodes):
         return "collective"
     if instruction.opcode.endswith(("-start", "-done")):
         return "transfer"
-    if instruction.opcode in _COPY_OPCODES or _COPY_FUSION.match(instruction.name):
+    if opcodes <= _COPY_OPCODES:
         return "copy"
     return "fusion" if instruction.opcode == "fusion" else "other"
 

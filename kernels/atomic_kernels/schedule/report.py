@@ -162,7 +162,7 @@ class ScheduleReport:
         """Cycles of one call with the waits on results; None when a count is not known."""
         total = 0
         for item in self.operations:
-            if item.bundles is None:
+            if item.bundles is None and item.kind != "collective":
                 continue
             if item.cycles is None or item.stall_cycles is None or item.executions is None:
                 return None
@@ -245,11 +245,11 @@ def total_cycles(operations: tuple[Operation, ...]) -> int | None:
     """Cycles of all runs of `operations`; None when one of them is not known.
 
     An operation without a schedule of its own (a scalar instruction of the outer program, or a
-    transfer that overlaps with it) adds nothing.
+    transfer that overlaps with it) adds nothing; a collective without one is not known.
     """
     total = 0
     for item in operations:
-        if item.bundles is None:
+        if item.bundles is None and item.kind != "collective":
             continue
         if item.cycles is None or item.executions is None:
             return None
