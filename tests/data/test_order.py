@@ -55,6 +55,12 @@ def test_no_window_comes_twice_in_an_epoch_even_when_batches_straddle(batch, win
         assert sorted(part.tolist()) == list(range(windows)), f"epoch {epoch}"
 
 
+def test_each_epoch_has_the_order_of_its_own_number():
+    samples = sample_windows(5, 0, 300, 100).reshape(3, 100)
+    for epoch, part in enumerate(samples):
+        np.testing.assert_array_equal(part, epoch_permutation(5, epoch, 100), err_msg=f"{epoch}")
+
+
 def test_order_does_not_depend_on_the_batch_size():
     by_three = np.concatenate([sample_windows(1, 3 * s, 3, 50) for s in range(40)])
     by_eight = np.concatenate([sample_windows(1, 8 * s, 8, 50) for s in range(15)])
