@@ -95,13 +95,12 @@ def write_failure(
 ) -> None:
     """Writes FAILED.json, after `drop_success`."""
     drop_success(path)
-    lines = [line.rstrip("\n") for line in traceback_lines]
     record = {
         "schema": FAILED_SCHEMA,
         "run_id": path.name,
         "failed_at": utc_now(),
         "reason": reason,
-        "traceback": lines,
+        "traceback": "".join(f"{line.rstrip()}\n" for line in traceback_lines).splitlines(),
         "recorded_by": recorded_by,
     }
     write_json(path / FAILED, record | facts)

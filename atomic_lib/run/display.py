@@ -15,6 +15,7 @@ from atomic_lib.run.outcome import Outcome
 from atomic_lib.run.watch import Position
 
 LINE_SECONDS = 10.0  # between plain lines of one stage
+SAME_LINE_SECONDS = 60.0  # where nothing but the clock has changed, as in a long compilation
 TRACEBACK_LINES = 12  # shown; FAILED.json has all
 
 
@@ -67,7 +68,8 @@ class PlainDisplay:
         self._console = console
         self._clock = clock
         self._label = ""
-        self._said: tuple[str, float] = ("", 0.0)
+        self._said = Position()
+        self._said_at = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -77,15 +79,16 @@ class PlainDisplay:
 
     def begin(self, job: Job, number: int, count: int) -> None:
         self._label = f"[{number}/{count}] {job.name}"
-        self._said = ("starting", self._clock())
+        self._said, self._said_at = Position(), self._clock()
         self.say(f"{self._label}  starting")
 
     def update(self, position: Position) -> None:
         now = self._clock()
-        stage, at = self._said
-        if position.stage == stage and now - at < LINE_SECONDS:
+        moved = _movement(position) != _movement(self._said)
+        pause = LINE_SECONDS if moved else SAME_LINE_SECONDS
+        if position.stage == self._said.stage and now - self._said_at < pause:
             return
-        self._said = (position.stage, now)
+        self._said, self._said_at = position, now
         self.say(f"{self._label}  {position_text(position)}")
 
     def end(self, outcome: Outcome) -> None:
@@ -166,6 +169,10 @@ def show_summary(console: Console, outcomes: Sequence[Outcome]) -> None:
             Text(outcome.shown_report),
         )
     console.print(table)
+
+
+def _movement(position: Position) -> tuple[int, float, str]:
+    return position.cells_done, position.done, position.text
 
 
 def _verdict(outcome: Outcome) -> str:

@@ -90,6 +90,6 @@ class Watcher:
         if stage != began_stage or done < began_done:
             self._stage_began = (stage, at, done)
             return None
-        if total <= 0 or done <= began_done or at <= began_at:
+        if done >= total or done <= began_done or at <= began_at:
             return None
         return (total - done) * (at - began_at) / (done - began_done)
