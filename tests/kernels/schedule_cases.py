@@ -78,6 +78,17 @@ def scanned_kernel(trips: int = 11):
     return program, (rows, columns)
 
 
+def repeated_kernel(times: int = 3):
+    """The same kernel on `times` arrays, one after another: the compiler builds it once."""
+    kernel, (rows, columns) = matmul_grid(steps=16)
+
+    def program(*arrays):
+        *inputs, weights = arrays
+        return [kernel(x, weights) for x in inputs]
+
+    return program, (*[rows] * times, columns)
+
+
 def while_kernel():
     """A kernel in a loop that runs until its values say so: no count is known."""
     kernel, (rows, columns) = matmul_grid(steps=16)

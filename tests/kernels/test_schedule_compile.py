@@ -74,6 +74,13 @@ def test_a_kernel_in_a_scan_counts_once_a_trip_and_the_transpose_is_seen():
     assert report.memory["argument_bytes"] == (2048 * 128 + 128 * 128) * 2
 
 
+def test_equal_kernels_compiled_once_all_count():
+    report = compiled("repeated_kernel", arguments={"times": 3})
+    assert len(report.kernels) == 3
+    assert len({kernel.cycles for kernel in report.kernels}) == 1
+    assert report.kernel_cycles == 3 * report.kernels[0].cycles
+
+
 def test_a_kernel_in_a_while_loop_has_unknown_executions():
     report = compiled("while_kernel")
     (kernel,) = report.kernels

@@ -84,6 +84,34 @@ def test_a_loop_that_is_not_counted_has_unknown_executions(before, after):
     assert work["kernel.1"].executions == 1
 
 
+CARRIED_STEP = (
+    MODULE.replace("(s32[], f32[256,128])", "(s32[], f32[256,128], s32[])")
+    .replace("T(8,128)}) parameter(0)", "T(8,128)}, s32[]{:T(128)}) parameter(0)")
+    .replace("%one = s32[]{:T(128)} constant(2)\n", "")
+    .replace("%next =", "%one = s32[]{:T(128)} get-tuple-element(%carry), index=2\n  %next =")
+    .replace("tuple(%next, %fusion.1)", "tuple(%next, %fusion.1, %one)")
+    .replace("tuple(%copy.1, %copy-done)", "tuple(%copy.1, %copy-done, %copy.1)")
+)
+
+
+def test_a_step_carried_through_the_loop_unchanged_is_known():
+    assert work_by_name(CARRIED_STEP)["fusion.1"].executions == 10  # from 1, by 1, to 11
+
+
+def test_an_index_copied_to_scalar_memory_is_followed():
+    copied = MODULE.replace("add(%index, %one)", "add(%copy.2, %one)").replace(
+        "  %next =", "  %copy.2 = s32[]{:T(128)S(6)} copy(%index)\n  %next ="
+    )
+    assert work_by_name(copied)["fusion.1"].executions == 5
+
+
+def test_a_carried_step_that_the_loop_changes_is_unknown():
+    changing = CARRIED_STEP.replace(
+        "tuple(%next, %fusion.1, %one)", "tuple(%next, %fusion.1, %next)"
+    )
+    assert work_by_name(changing)["fusion.1"].executions is None
+
+
 def test_a_trip_count_stated_by_the_compiler_is_taken():
     stated = MODULE.replace(
         "body=%body\n", 'body=%body, backend_config={"known_trip_count":{"n":"9"}}\n'

@@ -12,7 +12,7 @@ import pytest
 from atomic_kernels.schedule.bundles import ScheduleFormatError
 from atomic_kernels.schedule.chips import CHIPS
 from atomic_kernels.schedule.hlo import Instruction, Work
-from atomic_kernels.schedule.operations import operation_from_dump
+from atomic_kernels.schedule.operations import operation_from_dump, program_of
 
 KERNEL = 'custom_call_target="tpu_custom_call"'
 
@@ -66,3 +66,17 @@ def test_estimate_vmem_and_source_are_read_from_the_attributes(tmp_path: Path):
 def test_a_kernel_without_a_schedule_is_an_error_not_a_free_kernel(tmp_path: Path):
     with pytest.raises(ScheduleFormatError, match="no schedule of kernel"):
         operation_from_dump(work("custom-call", attributes=KERNEL), tmp_path, CHIPS["v5e"])
+
+
+def test_equal_operations_share_the_schedule_of_the_first(tmp_path: Path):
+    for path in (Path(__file__).parent / "schedule_dumps").glob("*matmul_grid.1-*"):
+        (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "1-TLP-00-deduplication-map.txt").write_text(
+        "key:matmul_grid.1\nordinal:2\nequivalent_hlos[size=2]:\n  matmul_grid.1\n"
+        "  custom-call.1\nkey:other.3\nordinal:3\nequivalent_hlos[size=1]:\n  other.3\n"
+    )
+    assert program_of("custom-call.1", tmp_path) == "matmul_grid.1"
+    assert program_of("absent.1", tmp_path) == "absent.1"
+    operation = operation_from_dump(work("custom-call", attributes=KERNEL), tmp_path, CHIPS["v5e"])
+    assert operation.name == "custom-call.1"
+    assert operation.cycles == 11 + 22 * 100

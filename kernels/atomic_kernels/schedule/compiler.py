@@ -27,7 +27,15 @@ from atomic_kernels.schedule.report import ScheduleReport
 
 # Of the ~70 texts the compiler can write per kernel only these are read; without the filter one
 # kernel leaves 100 MB or more and takes twice as long to compile.
-DUMPED_PASSES = "final_bundles|packed-bundles-post-ra|post-delay-converter|per-bundle-utilization"
+DUMPED_PASSES = "|".join(
+    [
+        "final_bundles",
+        "packed-bundles-post-ra",
+        "post-delay-converter",
+        "per-bundle-utilization",
+        "deduplication-map",
+    ]
+)
 
 
 class ScheduleUnavailableError(RuntimeError):

@@ -11,6 +11,7 @@ or twice moves less or more.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 # Bits of an element; narrower than a byte is packed.
@@ -115,7 +116,7 @@ class HloModule:
         shapes = [self._shapes.get(name, "") for name in dict.fromkeys(instruction.operands)]
         return sum(map(hbm_bytes, [*shapes, instruction.shape]))
 
-    def _walk(self, computation: str, executions: int | None):
+    def _walk(self, computation: str, executions: int | None) -> Iterator[Work]:
         for instruction in self.computations[computation]:
             opcode = instruction.opcode
             if opcode == "while":
@@ -155,13 +156,16 @@ class HloModule:
         test = next(item for item in condition.values() if item.is_root)
         if test.opcode != "compare" or "direction=LT" not in test.attributes:
             return None
-        index = _tuple_index(condition.get(test.operands[0]))
+        index = _tuple_index(condition.get(test.operands[0]), condition)
         limit = _literal(condition.get(test.operands[1]), condition)
         if index is None or limit is None:
             return None
         outer = self._by_name(computation)
-        first = _literal(_element(outer.get(loop.operands[0]), index, outer), outer)
-        step = _literal_step(body, index)
+        start = outer.get(loop.operands[0])
+        first = _literal(_element(start, index, outer), outer)
+        step = _literal_step(
+            body, index, lambda other: _literal(_element(start, other, outer), outer)
+        )
         if first is None or step is None or step <= 0:
             return None
         return max(0, -(-(limit - first) // step))
@@ -246,7 +250,18 @@ def _branches(instruction: Instruction) -> list[str]:
     return re.findall(r"(?:true|false)_computation=%([^,\s]+)", instruction.attributes)
 
 
-def _tuple_index(instruction: Instruction | None) -> int | None:
+def _through_copies(
+    instruction: Instruction | None, scope: dict[str, Instruction]
+) -> Instruction | None:
+    """What a chain of copies and bitcasts copies."""
+    while instruction is not None and instruction.opcode in ("copy", "bitcast"):
+        instruction = scope.get(instruction.operands[0])
+    return instruction
+
+
+def _tuple_index(instruction: Instruction | None, scope: dict[str, Instruction]) -> int | None:
+    """Which element of a tuple this is; None for anything else."""
+    instruction = _through_copies(instruction, scope)
     if instruction is None or instruction.opcode != "get-tuple-element":
         return None
     index = instruction.attribute(r"index=(\d+)")
@@ -262,23 +277,33 @@ def _element(
 
 
 def _literal(instruction: Instruction | None, scope: dict[str, Instruction]) -> int | None:
-    """The integer a scalar constant holds, through copies; None for anything else."""
-    while instruction is not None and instruction.opcode in ("copy", "bitcast"):
-        instruction = scope.get(instruction.operands[0])
+    """The integer a scalar constant holds; None for anything else."""
+    instruction = _through_copies(instruction, scope)
     if instruction is None or instruction.opcode != "constant":
         return None
     value = instruction.attribute(r"literal=(-?\d+)(?:\s|$)")
     return int(value) if value else None
 
 
-def _literal_step(body: dict[str, Instruction], index: int) -> int | None:
-    """What one iteration adds to element `index` of the loop's tuple, None unless a literal."""
+def _literal_step(
+    body: dict[str, Instruction], index: int, initial: Callable[[int], int | None]
+) -> int | None:
+    """What one iteration adds to element `index` of the loop's tuple, None unless a literal.
+
+    The compiler may carry the step as another element that no iteration changes; initial(i) is
+    the literal that element i starts from.
+    """
     root = next(item for item in body.values() if item.is_root)
     update = _element(root, index, body)
     if update is None or update.opcode != "add":
         return None
-    steps = [_literal(body.get(name), body) for name in update.operands]
-    indices = [_tuple_index(body.get(name)) for name in update.operands]
+    operands = [body.get(name) for name in update.operands]
+    indices = [_tuple_index(item, body) for item in operands]
     if index not in indices:
         return None
-    return steps[1 - indices.index(index)]
+    position = 1 - indices.index(index)
+    carried = indices[position]
+    if carried is not None:
+        unchanged = _tuple_index(_element(root, carried, body), body) == carried
+        return initial(carried) if unchanged else None
+    return _literal(operands[position], body)

@@ -56,7 +56,7 @@ def operation_from_dump(work: Work, dump: Path, chip: Chip) -> Operation:
         hbm_bytes=work.hbm_bytes,
         matmul_cycles=None,
     )
-    texts = read_texts(instruction.name, dump)
+    texts = read_texts(program_of(instruction.name, dump), dump)
     if texts is None:
         if base.kind == "pallas":
             raise ScheduleFormatError(
@@ -225,6 +225,21 @@ _SUFFIXES = {
     "packed_units": "pre-delay_hlo-static-per-bundle-utilization",
     "listing": "post-delay-converter",
 }
+
+
+def program_of(name: str, dump: Path) -> str:
+    """The instruction whose program `name` shares: equal operations are compiled once.
+
+    Read from the compiler's map of duplicates: `key:NAME`, then its equivalents, indented.
+    """
+    for path in sorted(dump.glob("*-deduplication-map.txt")):
+        key = ""
+        for line in path.read_text().splitlines():
+            if line.startswith("key:"):
+                key = line.removeprefix("key:").strip()
+            elif line.startswith(" ") and line.strip() == name:
+                return key
+    return name
 
 
 def read_texts(name: str, dump: Path) -> ScheduleTexts | None:
