@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,6 +80,9 @@ def test_finished_notebook_is_sealed_verified_and_reported(
     assert success["sealed"] is True
     assert {"notebook.ipynb", "report.html", "metrics.jsonl"} <= set(success["files"])
     assert (success["final_step"], success["final_tokens"]) == (12, 96)
+    with zipfile.ZipFile(folder.with_name("tiny-good.zip")) as download:
+        # The notebook made it before the seal; the runner made it again.
+        assert set(download.namelist()) == {*success["files"], "SUCCESS.json", "SHA256SUMS"}
     assert "[1/1] tiny/good  starting" in printed
     assert "[1/1] tiny/good  verified after" in printed
     assert "final loss 2.8" in printed
@@ -102,10 +106,12 @@ def test_bad_ending_is_refused_and_a_stale_success_does_not_survive_it(
     folder.mkdir(parents=True)
     for name in ("SUCCESS.json", "SHA256SUMS", "notebook.ipynb", "report.html"):
         (folder / name).write_text("{}")
+    folder.with_name("tiny-bad.zip").write_text("of an earlier success")
     code = run(roots, write_parameters(roots, "bad", ending=ending))
     printed = capsys.readouterr().out
     assert code == 1
     assert not (folder / "SUCCESS.json").exists()
+    assert not folder.with_name("tiny-bad.zip").exists()
     record = read(folder / "FAILED.json")
     assert ENDINGS[ending] in record["reason"]
     assert ENDINGS[ending] in printed

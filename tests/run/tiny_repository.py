@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PARAMETERS = "run = 'smoke'\nending = 'succeed'"
 OPEN = """
     from pathlib import Path
-    from atomic_lib.evidence import RunFolder
+    from atomic_lib.evidence import RunFolder, zip_run
     folder = RunFolder.open(
         Path("outputs") / f"tiny-{run}", notebook="tiny", parameters={"run": run, "ending": ending},
         origins={"run": "file", "ending": "file"}, root=Path.cwd(),
@@ -51,6 +51,7 @@ TRAIN = """
 SUCCEED = """
     if ending != "forget":
         folder.succeed("max_steps", final_loss=2.8)
+        zip_run(folder.path)
 """
 AFTER = "if ending == 'raise after success':\n    raise ValueError('the last cell failed')"
 
