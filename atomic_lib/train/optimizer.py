@@ -10,7 +10,7 @@ For gradients G with global norm n = |G|:
     AdamW   W <- W - lr (m / (sqrt(v) + eps) + decay W), bias-corrected m and v, no Nesterov
 
 The factor 0.2 sqrt(max) gives a Muon update the root mean square of a typical Adam update, so that
-both groups share one learning rate (Liu et al. 2025, arXiv 2502.16982). Newton-Schulz is
+both groups share one learning rate (Liu et al. 2025, arXiv 2502.16982). Newton-Schulz is that of
 `optax.contrib.scale_by_muon`. Parameters are a flat mapping from "/"-joined names to arrays.
 
 Only hidden matrices decay: never the embedding, norm gains, biases, routing queries or taps.
@@ -26,10 +26,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from optax import contrib
 
 from atomic_lib.model.accounting import parameter_group
+from atomic_lib.train.sharding import Placement
 
 Params = dict[str, Array]
 OptimizerState = dict[str, dict[str, Any]]
@@ -65,23 +66,16 @@ def _stack_plan(params: Mapping[str, Any], devices: int) -> dict[str, list[str]]
 class Muon:
     """The Muon direction of hidden matrices: momentum, Newton-Schulz, matched root mean square.
 
-    `stack_sharding` (its first axis split over the mesh) lets each device orthogonalise whole
-    matrices of its own; None on one device.
+    Momentum lies where its parameter lies. For Newton-Schulz, matrices of one shape are stacked and
+    each device of `placement` gets whole matrices of its own, in `exchange_dtype` (None: their own)
+    on the way there and back. placement None is one device.
     """
 
-    stack_sharding: NamedSharding | None = None
-
-    def _transform(self, stacks: Mapping[str, Any]) -> optax.GradientTransformation:
-        axes = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)  # axis 0 is a batch
-        return contrib.scale_by_muon(
-            ns_steps=NEWTON_SCHULZ_STEPS,
-            beta=MUON_MOMENTUM,
-            nesterov=True,
-            weight_dimension_numbers=dict.fromkeys(stacks, axes),
-        )
+    placement: Placement | None = None
+    exchange_dtype: jnp.dtype | None = None
 
     def init(self, params: Params) -> dict[str, Any]:
-        """Zero momentum, one entry a parameter whatever the stacks are."""
+        """Zero momentum, one entry a parameter."""
         return {
             "count": jnp.zeros((), jnp.int32),
             "momentum": {name: jnp.zeros_like(value) for name, value in params.items()},
@@ -89,34 +83,50 @@ class Muon:
 
     def direction(self, gradients: Params, state: dict[str, Any]) -> tuple[Params, dict[str, Any]]:
         """Returns the ascent direction (to be scaled by -lr) and the new state."""
-        devices = self.stack_sharding.mesh.size if self.stack_sharding else 1
-        plan = _stack_plan(gradients, devices)
-        transform = self._transform(plan)
-        start = transform.init({})._replace(
-            count=state["count"], mu=self._stack(state["momentum"], plan, devices)
+        beta, count = MUON_MOMENTUM, state["count"] + 1
+        momentum, ahead = {}, {}
+        for name, gradient in gradients.items():
+            momentum[name] = beta * state["momentum"][name] + (1 - beta) * gradient
+            # Bias correction of each term for its own age.
+            ahead[name] = (
+                beta / (1 - beta ** (count + 1)) * momentum[name]
+                + (1 - beta) / (1 - beta**count) * gradient
+            )
+        devices = self.placement.devices if self.placement else 1
+        directions: Params = {}
+        for names in _stack_plan(ahead, devices).values():
+            directions |= self._orthogonalise({name: ahead[name] for name in names})
+        return directions, {"count": count, "momentum": momentum}
+
+    def _orthogonalise(self, matrices: Params) -> Params:
+        """0.2 sqrt(max) times Newton-Schulz of a few matrices of one shape."""
+        shape, dtype = next((value.shape, value.dtype) for value in matrices.values())
+        stack = jnp.stack([*matrices.values()])  # [n, rows, columns]
+        if self.placement is not None and self.placement.devices > 1:
+            # Zero matrices stay zero in Newton-Schulz; they fill the last device's share.
+            stack = jnp.pad(stack, ((0, -len(matrices) % self.placement.devices), (0, 0), (0, 0)))
+        stack = self._move(stack, by_matrix=True).astype(dtype)
+        axes = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)  # axis 0 is a batch
+        transform = contrib.scale_by_muon(
+            ns_steps=NEWTON_SCHULZ_STEPS, beta=0.0, nesterov=False, weight_dimension_numbers=axes
         )
-        updates, end = transform.update(self._stack(gradients, plan, devices), start)
-        scaled = {
-            key: UPDATE_RMS * math.sqrt(max(stack.shape[1:])) * stack
-            for key, stack in updates.items()
-        }
-        return _unstack(scaled, plan), {"count": end.count, "momentum": _unstack(end.mu, plan)}
+        stack, _ = transform.update(stack, transform.init(stack))
+        stack = UPDATE_RMS * math.sqrt(max(shape)) * self._move(stack, by_matrix=False)
+        return {name: stack[index].astype(dtype) for index, name in enumerate(matrices)}
 
-    def _stack(self, values: Params, plan: dict[str, list[str]], devices: int) -> Params:
-        stacks = {}
-        for key, names in plan.items():
-            stack = jnp.stack([values[name] for name in names])  # [n, rows, columns]
-            if self.stack_sharding is not None:
-                # Zero matrices stay zero in Newton-Schulz; they fill the last device's share.
-                padding = -len(names) % devices
-                stack = jnp.pad(stack, ((0, padding), (0, 0), (0, 0)))
-                stack = jax.lax.with_sharding_constraint(stack, self.stack_sharding)
-            stacks[key] = stack
-        return stacks
-
-
-def _unstack(stacks: Mapping[str, Array], plan: dict[str, list[str]]) -> Params:
-    return {name: stacks[key][i] for key, names in plan.items() for i, name in enumerate(names)}
+    def _move(self, stack: Array, *, by_matrix: bool) -> Array:
+        """Spreads a stack over the devices by whole matrices, or as its parameters lie."""
+        if self.placement is None or self.placement.devices == 1:
+            return stack
+        mesh, rows = self.placement.mesh, self.placement.spec(stack.shape[1:])
+        apart = PartitionSpec(None, *rows)
+        before, after = (apart, self.placement.batch.spec) if by_matrix else (
+            self.placement.batch.spec, apart
+        )  # fmt: skip
+        # Both ends are pinned in the exchange dtype, so that what travels is no wider.
+        stack = stack.astype(self.exchange_dtype or stack.dtype)
+        stack = jax.lax.with_sharding_constraint(stack, NamedSharding(mesh, before))
+        return jax.lax.with_sharding_constraint(stack, NamedSharding(mesh, after))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +142,8 @@ class Optimizer:
     adam_b1: float = 0.9
     adam_b2: float = 0.95
     adam_eps: float = 1e-8
-    stack_sharding: NamedSharding | None = None
+    placement: Placement | None = None  # see `Muon`
+    exchange_dtype: jnp.dtype | None = None
 
     def _split(self, params: Mapping[str, Array]) -> tuple[Params, Params]:
         """Muon's parameters and Adam's."""
@@ -177,7 +188,7 @@ class Optimizer:
         directions, end = self._adam().update(adam_gradients, start)
         new_state: OptimizerState = {"adam": {"count": end.count, "mu": end.mu, "nu": end.nu}}
         if muon_gradients:
-            muon = Muon(stack_sharding=self.stack_sharding)
+            muon = Muon(placement=self.placement, exchange_dtype=self.exchange_dtype)
             muon_directions, new_state["muon"] = muon.direction(muon_gradients, state["muon"])
             directions = {**directions, **muon_directions}
         return self._apply(params, directions, learning_rate), new_state

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from atomic_lib.config import TrainConfig
@@ -91,7 +92,8 @@ def build_program(config: TrainConfig, *, devices: Sequence[Any] | None = None) 
         clip_norm=config.clip_norm,
         adam_b1=config.adam_b1,
         adam_b2=config.adam_b2,
-        stack_sharding=placement.matrix_stack,
+        placement=placement,
+        exchange_dtype=jnp.dtype(config.compute_dtype),
     )
     forward = model_forward(config, placement.mesh.devices.flat[0].platform)
     train_step = TrainStep(
@@ -101,6 +103,7 @@ def build_program(config: TrainConfig, *, devices: Sequence[Any] | None = None) 
         accumulate_steps=config.accumulate_steps,
         loss_chunks=config.loss_chunks,
         dropout_seed=config.dropout_seed if config.dropout_rate > 0 else None,
+        matrix_dtype=config.compute_dtype,
     )
 
     def first_state() -> TrainState:

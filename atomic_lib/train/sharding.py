@@ -57,11 +57,6 @@ class Placement:
         """The first axis is split over every device."""
         return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
 
-    @property
-    def matrix_stack(self) -> NamedSharding | None:
-        """Whole matrices spread over the devices, for Newton-Schulz; None on one device."""
-        return self.batch if self.devices > 1 else None
-
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """A matrix is split over "fsdp" on its first axis that divides; all else is replicated."""
         size = self.mesh.shape[FSDP]

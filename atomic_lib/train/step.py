@@ -22,7 +22,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from atomic_lib.train.loss import cross_entropy, token_losses
-from atomic_lib.train.optimizer import Optimizer, OptimizerState, Params
+from atomic_lib.train.optimizer import Optimizer, OptimizerState, Params, is_hidden_matrix
 from atomic_lib.train.sharding import BATCH_AXES, Placement
 
 # (parameters, tokens [B, T], dropout keys [B] or None) -> hidden states [B, T, D], embedding [V, D]
@@ -65,6 +65,8 @@ class TrainStep:
 
     `forward` is the model; `accumulate_steps` slices of the batch are computed one after another
     and their gradients averaged; `loss_chunks` as in `cross_entropy`; no dropout_seed, no dropout.
+    `matrix_dtype` is that of hidden matrices in the model (None: their own): they are gathered in
+    it, and the sums of their gradients over devices (not those over slices) are formed in it.
     """
 
     forward: Forward
@@ -73,6 +75,7 @@ class TrainStep:
     accumulate_steps: int = 1
     loss_chunks: int = 1
     dropout_seed: int | None = None
+    matrix_dtype: str | None = None
 
     def compiled(self) -> Callable[[TrainState, Array, Array], tuple[TrainState, Metrics]]:
         """The jitted step; it consumes (donates) the state that it is given.
@@ -133,6 +136,13 @@ class TrainStep:
         share = 1.0 / (slices * self.placement.devices)
         keys = self._dropout_keys(step, tokens.shape[0])
 
+        def narrow(shards):
+            dtype = self.matrix_dtype
+            return {
+                name: shard.astype(dtype) if dtype and is_hidden_matrix(name) else shard
+                for name, shard in shards.items()
+            }
+
         def loss_of(shards, tokens, keys):
             params = self.placement.gather(shards, shapes)
             hidden, embedding = self.forward(params, tokens[:, :-1], keys)
@@ -142,18 +152,20 @@ class TrainStep:
 
         value_and_grad = jax.value_and_grad(loss_of)
         if slices == 1:
-            loss, gradients = value_and_grad(shards, tokens, keys)
+            loss, gradients = value_and_grad(narrow(shards), tokens, keys)
         else:
             cut = lambda x: x.reshape(slices, x.shape[0] // slices, *x.shape[1:])  # noqa: E731
             zero = jax.tree.map(jnp.zeros_like, shards)
             add = lambda total, part: jax.tree.map(jnp.add, total, part)  # noqa: E731
+            used = narrow(shards)
             (loss, gradients), _ = jax.lax.scan(
-                lambda total, part: (add(total, value_and_grad(shards, *part)), None),
+                lambda total, part: (add(total, value_and_grad(used, *part)), None),
                 (jnp.zeros((), jnp.float32), zero),
                 jax.tree.map(cut, (tokens, keys)),
             )
         loss = jax.lax.psum(loss, BATCH_AXES)
-        return loss, self.placement.sum_gradients(gradients, shapes)
+        sums = self.placement.sum_gradients(narrow(gradients), shapes)
+        return loss, {name: sums[name].astype(shards[name].dtype) for name in sums}
 
     def _dropout_keys(self, step: Array, local_batch: int) -> Array | None:
         """One key a sequence of this device, [local_batch], by its place in the global batch."""

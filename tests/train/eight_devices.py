@@ -26,7 +26,7 @@ def run(data: int, fsdp: int, accumulate: int) -> dict:
         kind="muon_adamw",
         weight_decay=0.1,
         clip_norm=1.0,
-        stack_sharding=placement.matrix_stack,
+        placement=placement,
     )
     program = TrainStep(
         forward=tiny_forward,
