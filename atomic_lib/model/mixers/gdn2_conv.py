@@ -12,7 +12,7 @@ from atomic_lib.model.config import ModelConfig
 from atomic_lib.model.context import TokenContext
 from atomic_lib.model.execution import Execution
 from atomic_lib.model.layers import Dense, RMSNorm
-from atomic_lib.model.mixers.gdn2 import close_on_padding, split_heads
+from atomic_lib.model.mixers.gdn2 import close_on_padding, decoding_backend, split_heads
 from atomic_lib.model.short_convolution import ShortConvolution
 
 Array = jax.Array
@@ -90,7 +90,7 @@ class GDN2Conv(nnx.Module):
             dt_bias=self.dt_bias[...].reshape(self.heads, self.head_dim),
             initial_state=None if state is None else state.memory,
             segment_ids=context.segment_ids,
-            backend=self.backend,
+            backend=decoding_backend(self.backend, x.shape[1]),
         )  # fmt: skip
         gate = split_heads(self.gate_up(self.gate_down(x)), self.heads)
         gated = self.out_norm(o) * jax.nn.sigmoid(gate)
