@@ -130,6 +130,7 @@ def test_any_deleted_line_of_metrics_is_refused_with_its_number(sealed_run: Path
         problems = verify(sealed_run)
         near = min(number, len(lines) - 1)
         assert f"metrics.jsonl:{near}" in " ".join(problems), (number, problems)
+        assert f"the last line, but SUCCESS.json counts {len(lines)}" in " ".join(problems)
 
 
 def test_swapped_and_repeated_lines_are_refused(sealed_run: Path):
