@@ -10,6 +10,7 @@ from dataclasses import dataclass
 COMPUTE_DTYPES = ("bfloat16", "float32")
 GDN2_BACKENDS = ("auto", "xla", "reference", "tpu")
 ATTENTION_IMPLEMENTATIONS = ("auto", "chunked", "dot_product", "splash")
+DEPTH_ROUTINGS = ("xla", "tpu")
 REMATS = ("none", "save_dots", "save_nothing")
 
 
@@ -20,6 +21,7 @@ class Execution:
     compute_dtype: str = "bfloat16"  # of activations and projections; parameters are float32
     gdn2_backend: str = "auto"  # passed to atomic_kernels.gdn2
     attention: str = "auto"  # see atomic_lib.model.causal_attention
+    depth_routing: str = "xla"  # "tpu" takes the kernels of atomic_kernels.depth_routing
     # What each sublayer keeps for the backward pass: all ("none" recomputed), the results of
     # matrix products, or its input only.
     remat: str = "none"
@@ -29,6 +31,7 @@ class Execution:
             ("compute_dtype", COMPUTE_DTYPES),
             ("gdn2_backend", GDN2_BACKENDS),
             ("attention", ATTENTION_IMPLEMENTATIONS),
+            ("depth_routing", DEPTH_ROUTINGS),
             ("remat", REMATS),
         ):
             value = getattr(self, key)

@@ -23,6 +23,7 @@ from atomic_lib.model.layers import norm
 from atomic_lib.model.mixers import MIXER_CLASSES
 from atomic_lib.model.names import nest_names
 from atomic_lib.model.routing import DepthLedger, DepthRoute, block_summary
+from atomic_lib.model.routing_tpu import TpuDepthLedger
 
 Array = jax.Array
 
@@ -235,7 +236,7 @@ class LanguageModel(nnx.Module):
             delta, state = jax.checkpoint(run, policy=policy)(x, read, state, dropout.keys)
         return x + delta, delta, state
 
-    def _open_ledger(self) -> DepthLedger:
+    def _open_ledger(self) -> DepthLedger | TpuDepthLedger:
         plan = self.config.depth_plan
         weights = {
             (index, slot): getattr(getattr(self, f"block_{index}"), f"{name}_route").weights()
@@ -243,7 +244,8 @@ class LanguageModel(nnx.Module):
             for slot, name in enumerate(self.config.sublayers)
             if plan.reads[index][slot]
         }
-        return DepthLedger(plan, weights, epsilon=self.config.norm_epsilon)
+        kind = TpuDepthLedger if self.execution.depth_routing == "tpu" else DepthLedger
+        return kind(plan, weights, epsilon=self.config.norm_epsilon)
 
     def initial_state(self, batch_size: int, *, max_length: int) -> ModelState:
         """Returns the state of `batch_size` new rows of at most `max_length` tokens.

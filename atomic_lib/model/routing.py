@@ -111,9 +111,9 @@ def block_summary(deltas: list[Array]) -> Array:
     """Sum of a block's deltas [B, T, D], formed in float32 and returned in their dtype."""
     with jax.named_scope(SCOPE):
         total = deltas[0].astype(jnp.float32)
-    for delta in deltas[1:]:
-        total = total + delta.astype(jnp.float32)
-    return total.astype(deltas[0].dtype)
+        for delta in deltas[1:]:
+            total = total + delta.astype(jnp.float32)
+        return total.astype(deltas[0].dtype)
 
 
 class DepthRoute(nnx.Module):

@@ -58,6 +58,8 @@ def execution_on(config: TrainConfig, platform: str) -> Execution:
         compute_dtype=config.compute_dtype,
         gdn2_backend="tpu" if backend == "auto" else backend,
         attention="splash",
+        # The kernels read whole lanes of 128 channels.
+        depth_routing="xla" if config.model_config.hidden_size % 128 else "tpu",
     )
 
 

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Depth routing through TPU kernels: the function of `routing.py`, its backward pass rearranged.
+
+A site's backward pass does not add to its sources' gradients. It leaves, for each source, what
+that source will need (`Slot`), and when all sites of a source are done, one kernel reads their
+gradients once and forms the source's own. Under automatic differentiation this is arranged with
+slots that are zeros in the forward pass, where nothing uses them (the compiler removes them), and
+whose cotangents carry the three arrays back:
+
+    open_slots(value, weights of its sites)  -> one slot a site       backward: kernel
+    read_slots(slots, weight, values)        -> r, forward: kernel    backward: fills the slots
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from atomic_kernels.depth_routing import read_sources, source_gradients
+
+from atomic_lib.model.depth import DepthPlan, Source
+from atomic_lib.model.routing import SCOPE, Site
+
+Array = jax.Array
+
+
+class Slot(NamedTuple):
+    """What one site leaves for one of its sources, as cotangents."""
+
+    read_gradient: Array  # [N, D], dr of the site
+    share: Array  # [N] float32, the site's share of this source
+    correction: Array  # [N] float32, dr . r
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def open_slots(
+    value: Array, weights: Array, epsilon: float, interpret: bool = False
+) -> tuple[Slot, ...]:
+    """The slots of a source [N, D] whose sites have weights [m, D]; m of them, all zeros."""
+    numbers = jnp.zeros(value.shape[:1], jnp.float32)
+    return (Slot(jnp.zeros_like(value), numbers, numbers),) * weights.shape[0]
+
+
+def _open_forward(value: Array, weights: Array, epsilon: float, interpret: bool):
+    return open_slots(value, weights, epsilon, interpret), (value, weights)
+
+
+def _open_backward(epsilon: float, interpret: bool, saved, slots: tuple[Slot, ...]):
+    value, weights = saved
+    return source_gradients(
+        value,
+        weights,
+        jnp.stack([slot.share for slot in slots]),
+        jnp.stack([slot.correction for slot in slots]),
+        [slot.read_gradient for slot in slots],
+        epsilon=epsilon,
+        interpret=interpret,
+    )
+
+
+open_slots.defvjp(_open_forward, _open_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def read_slots(
+    slots: tuple[Slot, ...],
+    weight: Array,
+    values: tuple[Array, ...],
+    epsilon: float,
+    interpret: bool = False,
+) -> Array:
+    """What a site with weight [D] reads from n sources [N, D]; gradients go into the slots alone."""
+    return _read_forward(slots, weight, values, epsilon, interpret)[0]
+
+
+def _read_forward(slots, weight, values, epsilon, interpret):
+    del slots
+    read, shares = read_sources(weight, values, epsilon=epsilon, interpret=interpret)
+    return read, (read, shares)
+
+
+def _read_backward(epsilon, interpret, saved, d_read: Array):
+    read, shares = saved
+    correction = jnp.sum(d_read.astype(jnp.float32) * read.astype(jnp.float32), axis=-1)
+    return tuple(Slot(d_read, share, correction) for share in shares), None, None
+
+
+read_slots.defvjp(_read_forward, _read_backward)
+
+
+class TpuDepthLedger:
+    """`routing.DepthLedger` on a TPU; the hidden size must be a multiple of 128."""
+
+    def __init__(
+        self,
+        plan: DepthPlan,
+        weights: dict[Site, Array],
+        *,
+        epsilon: float,
+        interpret: bool = False,
+    ):
+        self._plan = plan
+        self._weights = weights
+        self._options = (epsilon, interpret)
+        self._values: dict[Source, Array] = {}
+        self._slots: dict[tuple[Source, Site], Slot] = {}
+
+    def add(self, source: Source, value: Array) -> None:
+        """Takes a source [B, T, D] at the moment it is produced."""
+        sites = self._plan.consumers(source)
+        if not sites:
+            return
+        with jax.named_scope(SCOPE):
+            rows = value.reshape(-1, value.shape[-1])  # [N, D]
+            weights = jnp.stack([self._weights[site] for site in sites])
+            slots = open_slots(rows, weights, *self._options)
+        # What a site does to a source goes through its slot alone.
+        self._values[source] = jax.lax.stop_gradient(value)
+        for site, slot in zip(sites, slots, strict=True):
+            self._slots[source, site] = slot
+
+    def read(self, site: Site) -> Array | None:
+        """Returns r [B, T, D] of the site (block, slot), or None where it reads nothing."""
+        block, number = site
+        sources = self._plan.reads[block][number]
+        if not sources:
+            return None
+        with jax.named_scope(SCOPE):
+            shape = self._values[sources[0]].shape
+            read = read_slots(
+                tuple(self._slots[source, site] for source in sources),
+                jax.lax.stop_gradient(self._weights[site]),
+                tuple(self._values[source].reshape(-1, shape[-1]) for source in sources),
+                *self._options,
+            )
+            return read.reshape(shape)
