@@ -28,6 +28,15 @@ UNIT_LABELS = {
 }
 
 
+def require_matplotlib() -> None:
+    """Raises RuntimeError with the command that installs matplotlib where it is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RuntimeError(
+            "this figure needs matplotlib, which atomic_kernels does not depend on: install it "
+            f"with `{sys.executable} -m pip install matplotlib`."
+        )
+
+
 def unit_figure(report: ScheduleReport, kernel: str | None = None) -> Figure:
     """A figure of unit use over one trip of each kernel's main loop, a panel a kernel.
 
@@ -36,11 +45,7 @@ def unit_figure(report: ScheduleReport, kernel: str | None = None) -> Figure:
     unit's slots are taken: a light matrix-unit row above a dark store row is a kernel that waits
     on spills. Raises RuntimeError without matplotlib, ValueError when no kernel is there.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise RuntimeError(
-            "the schedule figure needs matplotlib, which atomic_kernels does not depend on: "
-            f"install it with `{sys.executable} -m pip install matplotlib`."
-        )
+    require_matplotlib()
     from matplotlib.figure import Figure
 
     chosen = [item for item in report.kernels if kernel in (None, item.name) and item.profile]
