@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluates every model of an export run on the validation split; writes evaluation.json."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -54,8 +53,7 @@ def _evaluate_export(
     run: RunFolder, exported: ExportedModel, config: EvaluateConfig, root: Path, per_position: bool
 ) -> dict[str, Any]:
     folder, origin = exported.folder, exported.facts["source"]
-    arguments = json.loads((folder / "training_args.json").read_text(encoding="utf-8"))
-    training: TrainConfig = build(TrainConfig, arguments)
+    training: TrainConfig = build(TrainConfig, origin["training"])
     dataset = open_dataset(training.corpus, vocab_size=exported.config.vocab_size, root=root)
     _require_same_data(dataset, exported)
     trained = _trainer_evaluation(folder, origin["step"])

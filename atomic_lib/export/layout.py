@@ -178,8 +178,9 @@ def _write_tensors(path: Path, tensors: Tensors, source: Mapping[str, Any]) -> N
     temporary = path.with_name(f".{path.name}.tmp")
     labels = {key: str(source[key]) for key in ("run_id", "step") if key in source}
     save_file(tensors, temporary, metadata={"layout": "flax", **labels})
-    with temporary.open("rb") as file:
+    with temporary.open("rb+") as file:
         os.fsync(file.fileno())
+    temporary.chmod(0o644)  # the writer makes it unreadable for others, unlike every file beside it
     temporary.replace(path)
     sync_folder(path.parent)
 

@@ -13,7 +13,6 @@ import orbax.checkpoint as ocp
 from atomic_lib.config import ExportConfig, TrainConfig
 from atomic_lib.config.coerce import build
 from atomic_lib.evidence import RunFolder
-from atomic_lib.evidence.files import write_json
 from atomic_lib.evidence.finished_run import FinishedRun
 from atomic_lib.export.layout import WEIGHTS, ExportedModel, read_export, write_export
 from atomic_lib.model import (
@@ -26,14 +25,20 @@ from atomic_lib.model import (
 )
 
 # Files of the training run that travel with its weights, where the run has them.
-TRAVELLING_FILES = ("metrics.jsonl", "provenance.json", "runtime-preflight.json", "SUCCESS.json")
+TRAVELLING_FILES = (
+    "metrics.jsonl",
+    "training_args.json",
+    "provenance.json",
+    "runtime-preflight.json",
+    "SUCCESS.json",
+)
 
 
 def export(run: RunFolder, config: ExportConfig) -> list[dict[str, Any]]:
     """Exports each run of `config.sources` into run.path/<source>/; a table row for each.
 
-    The folder has the layout of `layout.py` and beside it training_args.json (the resolved training
-    parameters) and the source's own record. Raises FileNotFoundError or ValueError if a source is
+    The folder has the layout of `layout.py`; the source's own record (TRAVELLING_FILES) lies beside
+    it. Raises FileNotFoundError or ValueError if a source is
     missing, not verified, no training run, or has no checkpoint here, and as `write_export` does.
     """
     rows = []
@@ -118,13 +123,13 @@ def _export_run(folder: Path, source: FinishedRun, checkpoint: Path) -> Exported
             "step": source.success["final_step"],
             "tokens": source.success["final_tokens"],
             "checkpoint": dict(source.success["checkpoint"]),
+            "training": dict(source.parameters),
             "data": _data_hashes(checkpoint),
             "git_commit": source.manifest["git"]["commit"],
             "source_sha256": source.manifest["source"]["sha256"],
             "success_digest": source.success["digest"],
         },
     )
-    write_json(folder / "training_args.json", source.parameters)
     for name in TRAVELLING_FILES:
         if (source.path / name).is_file():
             shutil.copyfile(source.path / name, folder / name)

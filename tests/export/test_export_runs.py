@@ -41,8 +41,8 @@ def test_the_checkpoint_of_a_run_becomes_a_verified_export(outputs, parameters, 
     assert exported.facts["source"]["checkpoint"] == source["checkpoint"]
     assert exported.facts["source"]["success_digest"] == source["digest"]
     assert exported.facts["source"]["data"] == {"train": ["1a"], "validation": ["2b"]}
-    arguments = json.loads((exported.folder / "training_args.json").read_text())
-    assert arguments["preset"] == "atomic-hybrid-smoke"
+    assert exported.facts["source"]["training"]["preset"] == "atomic-hybrid-smoke"
+    assert (exported.folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
     assert (exported.folder / "metrics.jsonl").read_bytes() == (
         outputs / "train_hybrid-tiny" / "metrics.jsonl"
     ).read_bytes()
