@@ -11,7 +11,7 @@ except ImportError:  # Windows has no POSIX locks
 
 LOCK = ".lock"
 # POSIX locks belong to the process and go when any descriptor of the file is closed, so each
-# file is opened once and never closed.
+# file is opened once, and closed only to give the folder back.
 _descriptors: dict[Path, int] = {}
 
 
@@ -41,9 +41,18 @@ def lock_folder(folder: Path) -> None:
     _descriptors[path] = descriptor
 
 
+def unlock_folder(folder: Path) -> None:
+    """Gives a run folder back: an idle notebook must not keep others from a finished run."""
+    descriptor = _descriptors.pop((Path(folder) / LOCK).resolve(), None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
 def locked_by(folder: Path) -> str:
     """The process that has claimed a run folder, as text, or "" if none has."""
-    path = Path(folder) / LOCK
+    path = (Path(folder) / LOCK).resolve()
+    if path in _descriptors:
+        return str(os.getpid())
     if fcntl is None or not path.exists():
         return ""
     with open(path, "r+b") as file:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from atomic_lib.evidence.files import atomic_write, plain, write_json
-from atomic_lib.evidence.lock import lock_folder
+from atomic_lib.evidence.lock import lock_folder, unlock_folder
 from atomic_lib.evidence.manifest import build_manifest, device_facts, input_record, utc_now
 from atomic_lib.evidence.metrics_log import MetricsLog
 from atomic_lib.evidence.seal import drop_success, write_failure, write_success
@@ -186,6 +186,7 @@ class RunFolder:
             earlier_files=sorted(n for n, s in self._files_at_open.items() if now.get(n) == s),
         )
         self._closed = True
+        unlock_folder(self.path)
         return success
 
     def _target(self, name: str) -> Path:

@@ -243,6 +243,20 @@ def test_second_writer_is_refused_until_the_first_process_is_gone(tmp_path: Path
     assert verify(tmp_path / "outputs" / "train-smoke") == []
 
 
+def test_finished_run_is_free_for_another_process_while_this_one_idles(new_run):
+    run = new_run()
+    source = (
+        "import sys; from pathlib import Path; from atomic_lib.evidence.lock import locked_by\n"
+        "print(locked_by(Path(sys.argv[1])))"
+    )
+    command = [sys.executable, "-c", source, str(run.path)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    owners = [subprocess.check_output(command, env=environment, text=True).strip()]
+    run.succeed("completed")
+    owners.append(subprocess.check_output(command, env=environment, text=True).strip())
+    assert owners == [str(os.getpid()), ""]
+
+
 def test_importing_evidence_loads_no_jax_and_no_numpy():
     source = (
         "import sys, atomic_lib.evidence\n"
