@@ -43,7 +43,11 @@ def decay_gate(
     if dt_bias is not None:
         z = z + dt_bias.astype(dtype)
     log_rate = jnp.zeros((), dtype) if A_log is None else A_log.astype(dtype)[..., None]
-    z, log_rate = jnp.broadcast_arrays(z, log_rate)
+    return decay_of_rate(*jnp.broadcast_arrays(z, log_rate), lower_bound)
+
+
+def decay_of_rate(z: Array, log_rate: Array, lower_bound: float | None) -> Array:
+    """-exp(log_rate) softplus(z), or lower_bound sigmoid(exp(log_rate) z); shapes are equal."""
     if lower_bound is None:
         return _unbounded_decay(z, log_rate)
     return lower_bound * _scaled_sigmoid(z, log_rate)
@@ -102,11 +106,12 @@ class Projections:
         """
         q, k, v, g, b, w = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in raw)
         if self.qk_l2norm:
-            q, k = _l2_normalise(q), _l2_normalise(k)
+            q, k = l2_normalise(q), l2_normalise(k)
         b = jax.nn.sigmoid(b) * (2.0 if self.negative_eigenvalues else 1.0)
         g = decay_gate(g, A_log, dt_bias, lower_bound=self.lower_bound)
         return Inputs(q, k, v, g, b, jax.nn.sigmoid(w))
 
 
-def _l2_normalise(x: Array) -> Array:
+def l2_normalise(x: Array) -> Array:
+    """x / sqrt(sum x^2 + 1e-6) over the last axis."""
     return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + NORM_EPSILON)

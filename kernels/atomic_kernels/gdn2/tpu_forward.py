@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused forward kernel: one pass over the tokens, the state in vector memory.
+
+Grid (batch, key-head groups, chunks); the chunks are sequential. For a chunk [C, .] of a key head
+(symbols and level scheme in `tpu_chunk`; V holds the columns of all its value heads):
+
+    Aqk, L = level scores of q and b*k against k     A = (I + L)^-1     [C, C]
+    R = w*v - Kb S       Vn = A R       O = Qt S + Aqk Vn               [C, V]
+    S <- Diag(exp gc_last) S + Kg^T Vn                                  [K, V], kept as S^T
+
+Operands are rounded as the plan's precision says, except in the inverse: there L and the blocks
+between are two bfloat16 parts even for one-part operands, because keys that point the same way
+make the rounding errors of L add up. Scores, state and sums are float32.
+
+The body goes phase by phase, each over all heads of the grid step, so that independent work lies
+side by side for the scheduler. Saved for the backward: S^T before each chunk, and A.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from atomic_kernels.gdn2 import tpu_chunk, tpu_tokens
+from atomic_kernels.gdn2.tpu_layout import (
+    NN,
+    NT,
+    SUBLANES,
+    TN,
+    Layout,
+    column_numbers,
+    dot,
+    interleave,
+    lower,
+    read_parts,
+    read_rows,
+    read_steps,
+    row_numbers,
+    upper,
+    write_parts,
+    write_rows,
+    write_steps,
+)
+from atomic_kernels.gdn2.tpu_tokens import InputArrays, InputRefs, Plan, TokenScratch
+
+HIGH_LEVELS = SUBLANES.bit_length() - 1
+LADDER_PARTS = 2
+
+
+class Scratch(NamedTuple):
+    """Vector memory of a grid step, first axis heads."""
+
+    tokens: TokenScratch
+    query_scores: object  # padded [C, C] Aqk
+    leaf_scores: object  # [C, C] L within runs, step after step
+    cross_scores: object  # [3, parts, C/2, C] L between runs, upper runs of each level
+    inverse: object  # padded [C, C] A
+    state: object  # [V, K] S^T
+
+
+def forward_body(plan: Plan, save: bool, input_refs, state_ref, output_refs, scratch: Scratch):
+    """One chunk of `plan.heads` heads."""
+    layout, number = plan.layout, pl.program_id(2)
+    o_ref, last_ref, states_ref, inverses_ref = output_refs
+
+    @pl.when(number == 0)
+    def _():
+        read_initial_state(plan, state_ref, scratch.state)
+
+    chunk = tpu_tokens.describe_chunk(plan, number, input_refs.starts)
+    for head in range(plan.heads):
+        load_tokens(plan, chunk, input_refs, scratch, head)
+    factors = [prepare_low_levels(scratch.tokens, head, layout) for head in range(plan.heads)]
+    score_low_levels(plan, scratch)
+    invert_leaves(plan, scratch)
+    score_high_levels(plan, scratch, factors)
+    climb_ladder(plan, scratch)
+    for head in range(plan.heads):
+        if save:
+            states_ref[0, 0, head] = scratch.state[head]
+            inverse = read_rows(scratch.inverse.at[head], layout)
+            inverses_ref[0, 0, head] = inverse.astype(inverses_ref.dtype)
+        o = advance(plan, chunk, input_refs, scratch, factors[head], head)
+        o_ref[0, :, plan.value_columns(head)] = o.astype(o_ref.dtype)
+
+    @pl.when(number == pl.num_programs(2) - 1)
+    def _():
+        write_state(plan, scratch.state, last_ref)
+
+
+def read_initial_state(plan: Plan, source, state) -> None:
+    """S^T from [heads, value heads, K, V] of one sequence, zeros without it."""
+    width = width_of_state(plan)
+    for head in range(plan.heads):
+        if source is None:
+            state[head] = jnp.zeros(state.shape[1:], jnp.float32)
+            continue
+        for n in range(plan.group):
+            state[head, n * width : (n + 1) * width] = jnp.transpose(
+                source[0, head * plan.group + n]
+            )
+
+
+def write_state(plan: Plan, state, target) -> None:
+    width = width_of_state(plan)
+    for head in range(plan.heads):
+        for n in range(plan.group):
+            target[0, head * plan.group + n] = jnp.transpose(
+                state[head, n * width : (n + 1) * width]
+            )
+
+
+def load_tokens(plan: Plan, chunk, input_refs: InputRefs, scratch: Scratch, head: int) -> None:
+    """q e, (b k) e, k, e; and the scores' diagonal q_i k_i, which no decay touches."""
+    layout = plan.layout
+    raw = tpu_tokens.raw_keys(plan, input_refs, head, chunk)
+    q, k, g, b = tpu_tokens.activate_keys(plan, chunk, *raw)
+    decay = tpu_tokens.decay_factors(g, chunk)
+    tpu_tokens.write_tokens(scratch.tokens, head, q, k, decay, b, layout)
+    diagonal = jnp.sum(q * k, 1, keepdims=True)  # [C, 1]
+    size = layout.chunk
+    identity = row_numbers(size, size) == column_numbers(size, size)
+    write_rows(scratch.query_scores.at[head], jnp.where(identity, diagonal, 0.0), layout)
+
+
+def prepare_low_levels(scratch: TokenScratch, head: int, layout: Layout) -> tpu_chunk.RunFactors:
+    """Operands of the levels within runs; returns the factors for those between runs."""
+    totals = tpu_chunk.block_totals(read_steps(scratch.decay.at[head], layout))
+    tpu_tokens.write_low_operands(scratch, head, totals, layout)
+    return tpu_chunk.run_factors(totals[-1])
+
+
+def score_low_levels(plan: Plan, scratch: Scratch) -> None:
+    """Aqk and L within runs."""
+    layout = plan.layout
+    size, half_rows = layout.chunk, layout.chunk // 2
+    for head in range(plan.heads):
+        query = read_steps(scratch.query_scores.at[head], layout)  # [C, C], has the diagonal
+        erase = jnp.zeros((size, size), jnp.float32)
+        for level in range(layout.low_levels):
+            left = read_parts(scratch.tokens.left.at[head, level])
+            right = read_parts(scratch.tokens.right.at[head, level])
+            scores = dot(left, right, NT)  # [C, C]: q's upper steps, then b k's
+            mask = tpu_chunk.low_level_mask(size, 1 << level)
+            query = place_upper(query, scores[:half_rows], mask, SUBLANES << level)
+            erase = place_upper(erase, scores[half_rows:], mask, SUBLANES << level)
+        write_steps(scratch.query_scores.at[head], query, layout)
+        scratch.leaf_scores[head] = erase
+
+
+def place_upper(scores: Array, level_scores: Array, mask: Array, half: int) -> Array:
+    """scores [C, C] with those of a level [C/2, C], where mask is, in its upper rows."""
+    rows = jnp.where(mask, level_scores, upper(scores, half))
+    return interleave(lower(scores, half), rows, half)
+
+
+def invert_leaves(plan: Plan, scratch: Scratch) -> None:
+    """The inverses of the diagonal blocks of L, one a run, into an otherwise zero A."""
+    scores = [scratch.leaf_scores[head] for head in range(plan.heads)]
+    for head, inverse in enumerate(tpu_chunk.leaf_inverses(scores, plan.layout)):
+        write_steps(scratch.inverse.at[head], inverse, plan.layout)
+
+
+def score_high_levels(plan: Plan, scratch: Scratch, factors: list[tpu_chunk.RunFactors]) -> None:
+    """Aqk and L between runs."""
+    layout = plan.layout
+    half_rows = layout.chunk // 2
+    for head in range(plan.heads):
+        query = read_rows(scratch.query_scores.at[head], layout)
+        for level in range(HIGH_LEVELS):
+            left, right = tpu_tokens.high_operands(
+                scratch.tokens, head, level, factors[head], layout
+            )
+            scores = dot(left, right, NT)  # [C, C]
+            mask = tpu_chunk.high_level_mask(layout.chunk, 1 << level)
+            query = place_upper(query, scores[:half_rows], mask, layout.run << level)
+            cross = layout.split(jnp.where(mask, scores[half_rows:], 0.0), LADDER_PARTS)
+            write_parts(scratch.cross_scores.at[head, level], slice(None), cross)
+        write_rows(scratch.query_scores.at[head], query, layout)
+
+
+def climb_ladder(plan: Plan, scratch: Scratch) -> None:
+    """A for blocks of 2, 4, 8 runs: A21 = -A22 (L21 A11), from the halves' inverses.
+
+    The middle operand is zero in the rows of lower halves, so A22 needs no mask.
+    """
+    layout = plan.layout
+    for level in range(HIGH_LEVELS):
+        half = layout.run << level
+        middles = []
+        for head in range(plan.heads):
+            inverse = layout.split(read_rows(scratch.inverse.at[head], layout))
+            middle = dot(read_parts(scratch.cross_scores.at[head, level]), inverse, NN)
+            middles.append(
+                tuple(
+                    interleave(jnp.zeros_like(part), part, half)
+                    for part in layout.split(middle, LADDER_PARTS)
+                )
+            )  # [C, C]
+        changed = tpu_chunk.numbers(SUBLANES, 1 << level, above=True)
+        for head in range(plan.heads):
+            ref = scratch.inverse.at[head]
+            inverse = read_rows(ref, layout)
+            under = upper(inverse, half)  # [C/2, C]
+            under = under - dot(layout.split(under), middles[head], NN)
+            inverse = interleave(lower(inverse, half), under, half)
+            write_rows(ref, inverse, layout, changed)
+
+
+def advance(
+    plan: Plan, chunk, input_refs: InputRefs, scratch: Scratch, factors, head: int
+) -> Array:
+    """O [C, V] of a head; its state goes on by one chunk."""
+    layout, split = plan.layout, plan.layout.split
+    query, erase, key = tpu_tokens.chunk_operands(scratch.tokens, head, factors, layout)
+    state = scratch.state[head]  # [V, K]
+    read = dot(split(jnp.concatenate([erase, query], 0)), split(state), NT)  # [2C, V]
+    v, w = tpu_tokens.activate_values(plan, *tpu_tokens.raw_values(plan, input_refs, head, chunk))
+    written = w * v - read[: layout.chunk]  # [C, V] R
+    inverse = split(read_rows(scratch.inverse.at[head], layout))
+    new_values = split(dot(inverse, split(written), NN))  # [C, V] Vn
+    scores = split(read_rows(scratch.query_scores.at[head], layout))
+    o = read[layout.chunk :] + dot(scores, new_values, NN)
+    scratch.state[head] = state * factors.total + dot(new_values, split(key), TN)
+    return o
+
+
+def forward(
+    plan: Plan, arrays: InputArrays, initial_state: Array | None, *, save: bool
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """o [B, T, H V], the last state [B, H G, K, V / G], and, to save, S^T [B, N, H, V, K] and A
+    [B, N, H, C, C].
+
+    initial_state [B, H G, K, V / G] float32, or None for zeros.
+    """
+    layout, heads = plan.layout, plan.heads
+    batch, length, width = arrays.v.shape
+    chunks = pl.cdiv(length, layout.chunk)
+    groups = width // (heads * layout.value_size)
+    state_shape = (batch, groups * heads * plan.group, layout.key_size, width_of_state(plan))
+    specs = tpu_tokens.BlockSpecs(plan, lambda n: n)
+    inputs, input_specs = specs.inputs(arrays)
+    if initial_state is not None:
+        inputs, input_specs = [*inputs, initial_state], [*input_specs, specs.state()]
+
+    def body(*refs):
+        refs, scratch = refs[: -len(scratch_shapes)], refs[-len(scratch_shapes) :]
+        named, rest = specs.name_inputs(refs)
+        state_ref = rest.pop(0) if initial_state is not None else None
+        outputs = [*rest, None, None][:4]
+        scratch = Scratch(TokenScratch(*scratch[:6]), *scratch[6:])
+        forward_body(plan, save, named, state_ref, outputs, scratch)
+
+    out_specs = [specs.values(), specs.state()]
+    out_shapes = [
+        jax.ShapeDtypeStruct(arrays.v.shape, arrays.v.dtype),
+        jax.ShapeDtypeStruct(state_shape, jnp.float32),
+    ]
+    if save:
+        saved = [(layout.value_size, layout.key_size), (layout.chunk, layout.chunk)]
+        for shape, dtype in zip(saved, (jnp.float32, saved_inverse_dtype(layout)), strict=True):
+            out_specs.append(specs.per_chunk(*shape))
+            out_shapes.append(jax.ShapeDtypeStruct((batch, chunks, groups * heads, *shape), dtype))
+    scratch_shapes = forward_scratch(plan)
+    results = pl.pallas_call(
+        body,
+        grid=(batch, groups, chunks),
+        in_specs=input_specs,
+        out_specs=out_specs,
+        out_shape=out_shapes,
+        scratch_shapes=scratch_shapes,
+        compiler_params=tpu_tokens.compiler_params(),
+        name="gdn2_forward",
+        interpret=layout.interpret,
+    )(*inputs)
+    return (*results, None, None)[:4]
+
+
+def saved_inverse_dtype(layout: Layout):
+    """A is only ever an operand: one part needs no more than bfloat16."""
+    return jnp.bfloat16 if layout.parts == 1 else jnp.float32
+
+
+def width_of_state(plan: Plan) -> int:
+    return plan.layout.value_size // plan.group
+
+
+def forward_scratch(plan: Plan) -> list:
+    layout, heads = plan.layout, plan.heads
+    square = pltpu.VMEM((heads, *layout.padded(layout.chunk)), jnp.float32)
+    parts = LADDER_PARTS if layout.parts else 1
+    return [
+        *tpu_tokens.token_scratch(plan, layout.low_levels),
+        square,
+        pltpu.VMEM((heads, layout.chunk, layout.chunk), jnp.float32),
+        pltpu.VMEM(
+            (heads, HIGH_LEVELS, parts, layout.chunk // 2, layout.chunk), layout.operand_dtype
+        ),
+        square,
+        pltpu.VMEM((heads, layout.value_size, layout.key_size), jnp.float32),
+    ]

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the forward and the backward kernel do alike before they need the state.
+
+For each key head of a grid step: activate and mask the tokens, then make the operands of every
+level (`tpu_chunk`): x = q e and (b k) e in the upper half of the rows, k in the lower half.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from atomic_kernels.gdn2 import gates, tpu_chunk
+from atomic_kernels.gdn2.gates import Projections
+from atomic_kernels.gdn2.tpu_layout import (
+    SUBLANES,
+    Layout,
+    read_rows,
+    read_steps,
+    row_numbers,
+    upper,
+    write_parts,
+    write_rows,
+    write_steps,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything about a launch that is not an array."""
+
+    layout: Layout
+    heads: int  # key heads of a grid step
+    group: int  # value heads of a key head
+    scale: float
+    length: int  # T
+    segmented: bool
+    projections: Projections | None
+
+    def key_columns(self, head: int) -> slice:
+        return slice(head * self.layout.key_size, (head + 1) * self.layout.key_size)
+
+    def value_columns(self, head: int) -> slice:
+        return slice(head * self.layout.value_size, (head + 1) * self.layout.value_size)
+
+
+class InputRefs(NamedTuple):
+    """Blocks [1, C, heads * D], D = K for q, k, g, b and V for v, w; rows [1, heads * K]."""
+
+    q: object
+    k: object
+    v: object
+    g: object
+    b: object
+    w: object
+    log_rate: object | None  # A_log, repeated K times
+    bias: object | None  # dt_bias
+    starts: object | None  # [1, 1, C] int32, 1 where a segment starts
+
+
+class InputArrays(NamedTuple):
+    """q, k, g, b [B, T, H K]; v, w [B, T, H V]; log_rate, bias [1, H K]; starts [B, 1, T]."""
+
+    q: Array
+    k: Array
+    v: Array
+    g: Array
+    b: Array
+    w: Array
+    log_rate: Array | None = None
+    bias: Array | None = None
+    starts: Array | None = None
+
+
+class TokenScratch(NamedTuple):
+    """Padded [heads, tiles, 8 pitch, lanes] float32, and operands [heads, levels, parts, C, K]."""
+
+    query: object
+    erase: object
+    key: object
+    decay: object
+    left: object  # upper half of q e, then of (b k) e
+    right: object  # k
+
+
+class Chunk(NamedTuple):
+    """Which tokens of this grid step's chunk are real, and where segments start."""
+
+    valid: Array | None  # [C, 1] bool, None if all are
+    starts: Array | None  # [C, 1] bool, None if nowhere
+
+
+def token_scratch(plan: Plan, levels: int) -> list:
+    layout = plan.layout
+    padded = pltpu.VMEM((plan.heads, *layout.padded(layout.key_size)), jnp.float32)
+    shape = (plan.heads, levels, layout.stored_parts, layout.chunk, layout.key_size)
+    operand = pltpu.VMEM(shape, layout.operand_dtype)
+    return [padded] * 4 + [operand] * 2
+
+
+def describe_chunk(plan: Plan, number: Array, starts_ref) -> Chunk:
+    size = plan.layout.chunk
+    valid = starts = None
+    if plan.length % size:
+        valid = row_numbers(size, 1) < plan.length - number * size
+    if plan.segmented:
+        # The flags come along the lanes; a transposed square has them along the sublanes.
+        square = jnp.broadcast_to(starts_ref[0].astype(jnp.float32), (size, size))
+        starts = jnp.transpose(square)[:, :1] != 0.0
+    return Chunk(valid, starts)
+
+
+def raw_keys(plan: Plan, refs: InputRefs, head: int, chunk: Chunk) -> tuple[Array, ...]:
+    """q, k, g, b [C, K] as they came, rows beyond T zero; then log_rate and bias [1, K]."""
+    columns = plan.key_columns(head)
+    raw = [_load(x, columns, chunk) for x in (refs.q, refs.k, refs.g, refs.b)]
+    if plan.projections is not None:
+        raw += [refs.log_rate[:, columns], refs.bias[:, columns]]
+    return tuple(raw)
+
+
+def raw_values(plan: Plan, refs: InputRefs, head: int, chunk: Chunk) -> tuple[Array, Array]:
+    """v, w [C, V] as they came, rows beyond T zero."""
+    columns = plan.value_columns(head)
+    return _load(refs.v, columns, chunk), _load(refs.w, columns, chunk)
+
+
+def activate_keys(plan: Plan, chunk: Chunk, *raw: Array) -> tuple[Array, Array, Array, Array]:
+    """q times the scale, k, g, b [C, K]."""
+    q, k, g, b = raw[:4]
+    projections = plan.projections
+    if projections is not None:
+        if projections.qk_l2norm:
+            q, k = gates.l2_normalise(q), gates.l2_normalise(k)
+        log_rate, bias = raw[4:]
+        log_rate = jnp.broadcast_to(log_rate, g.shape)
+        g = gates.decay_of_rate(g + bias, log_rate, projections.lower_bound)
+        b = jax.nn.sigmoid(b) * (2.0 if projections.negative_eigenvalues else 1.0)
+        if chunk.valid is not None:
+            g = jnp.where(chunk.valid, g, 0.0)  # rows beyond T must not decay the state
+    return q * plan.scale, k, g, b
+
+
+def activate_values(plan: Plan, v: Array, w: Array) -> tuple[Array, Array]:
+    return v, w if plan.projections is None else jax.nn.sigmoid(w)
+
+
+def decay_factors(g: Array, chunk: Chunk) -> Array:
+    """exp(g) [C, K]; 0 where a segment starts: nothing before it is seen from there on."""
+    decay = jnp.exp(g)
+    return decay if chunk.starts is None else jnp.where(chunk.starts, 0.0, decay)
+
+
+def write_tokens(
+    scratch: TokenScratch, head: int, q: Array, k: Array, decay: Array, b: Array, layout: Layout
+) -> None:
+    """x = q e and (b k) e, k, and e, in order [C, K]."""
+    write_rows(scratch.query.at[head], q * decay, layout)
+    write_rows(scratch.erase.at[head], b * k * decay, layout)
+    write_rows(scratch.key.at[head], k, layout)
+    write_rows(scratch.decay.at[head], decay, layout)
+
+
+def write_low_operands(
+    scratch: TokenScratch, head: int, totals: list[Array], layout: Layout
+) -> None:
+    """Operands of the levels within runs; leaves x and k with their products over the run."""
+    half_rows = layout.chunk // 2
+    for number, ref in enumerate((scratch.query.at[head], scratch.erase.at[head])):
+        x = read_steps(ref, layout)
+        rows = slice(number * half_rows, (number + 1) * half_rows)
+        for level in range(layout.low_levels):
+            operand = layout.split(upper(x, SUBLANES << level))  # [C/2, K]
+            write_parts(scratch.left.at[head, level], rows, operand)
+            x = tpu_chunk.climb_rows(x, totals, level)
+        write_steps(ref, x, layout)
+    ref = scratch.key.at[head]
+    k = read_steps(ref, layout)
+    for level in range(layout.low_levels):
+        operand = layout.split(read_rows(ref, layout))  # [C, K]
+        write_parts(scratch.right.at[head, level], slice(None), operand)
+        k = tpu_chunk.climb_keys(k, totals, level)
+        changed = tpu_chunk.numbers(layout.run, 1 << level, above=False)
+        write_steps(ref, k, layout, changed)
+
+
+def high_operands(
+    scratch: TokenScratch, head: int, level: int, factors: tpu_chunk.RunFactors, layout: Layout
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Operands of a level between runs: left [C, K], upper runs of x twice; right [C, K], k."""
+    half = layout.run << level
+    query, erase, key = (
+        read_rows(ref.at[head], layout) for ref in (scratch.query, scratch.erase, scratch.key)
+    )
+    if level:
+        query = tpu_chunk.scale_runs(query, factors.before[level])
+        erase = tpu_chunk.scale_runs(erase, factors.before[level])
+        key = tpu_chunk.scale_runs(key, factors.after[level])
+    left = jnp.concatenate([upper(query, half), upper(erase, half)], 0)
+    return layout.split(left), layout.split(key)
+
+
+def chunk_operands(
+    scratch: TokenScratch, head: int, factors: tpu_chunk.RunFactors, layout: Layout
+) -> tuple[Array, Array, Array]:
+    """q exp(gc), (b k) exp(gc) and k exp(gc_last - gc), float32 [C, K]."""
+    before, after = factors.before[-1], factors.after[-1]
+    return (
+        tpu_chunk.scale_runs(read_rows(scratch.query.at[head], layout), before),
+        tpu_chunk.scale_runs(read_rows(scratch.erase.at[head], layout), before),
+        tpu_chunk.scale_runs(read_rows(scratch.key.at[head], layout), after),
+    )
+
+
+def _load(ref, columns: slice, chunk: Chunk) -> Array:
+    x = ref[0, :, columns].astype(jnp.float32)
+    return x if chunk.valid is None else jnp.where(chunk.valid, x, 0.0)
+
+
+class BlockSpecs:
+    """The blocks of a grid step (batch, head group, position) in the arrays of a launch.
+
+    chunk_at gives the chunk of a position: the backward goes from the last to the first.
+    """
+
+    def __init__(self, plan: Plan, chunk_at: Callable[[Array], Array]):
+        self._plan, self._chunk_at = plan, chunk_at
+
+    def keys(self) -> pl.BlockSpec:
+        return self._tokens(self._plan.layout.key_size)
+
+    def values(self) -> pl.BlockSpec:
+        return self._tokens(self._plan.layout.value_size)
+
+    def key_row(self) -> pl.BlockSpec:
+        width = self._plan.heads * self._plan.layout.key_size
+        return pl.BlockSpec((1, width), lambda b, h, n: (0, h))
+
+    def state(self) -> pl.BlockSpec:
+        """[B, value heads, K, V / G]."""
+        plan = self._plan
+        width = plan.layout.value_size // plan.group
+        shape = (1, plan.heads * plan.group, plan.layout.key_size, width)
+        return pl.BlockSpec(shape, lambda b, h, n: (b, h, 0, 0))
+
+    def per_chunk(self, rows: int, columns: int) -> pl.BlockSpec:
+        """[B, N, heads, rows, columns]."""
+        shape = (1, 1, self._plan.heads, rows, columns)
+        return pl.BlockSpec(shape, lambda b, h, n: (b, self._chunk_at(n), h, 0, 0))
+
+    def inputs(self, arrays: InputArrays) -> tuple[list[Array], list[pl.BlockSpec]]:
+        """The arrays that there are, with their blocks."""
+        chunk = self._plan.layout.chunk
+        starts = pl.BlockSpec((1, 1, chunk), lambda b, h, n: (b, 0, self._chunk_at(n)))
+        keys, values, row = self.keys(), self.values(), self.key_row()
+        specs = (keys, keys, values, keys, keys, values, row, row, starts)
+        pairs = [(x, spec) for x, spec in zip(arrays, specs, strict=True) if x is not None]
+        return [x for x, _ in pairs], [spec for _, spec in pairs]
+
+    def name_inputs(self, refs: Sequence) -> tuple[InputRefs, list]:
+        """The references of `inputs`, named, and those that follow."""
+        refs = list(refs)
+        tokens, refs = refs[:6], refs[6:]
+        gates_refs = [refs.pop(0), refs.pop(0)] if self._plan.projections else [None, None]
+        starts = refs.pop(0) if self._plan.segmented else None
+        return InputRefs(*tokens, *gates_refs, starts), refs
+
+    def _tokens(self, size: int) -> pl.BlockSpec:
+        shape = (1, self._plan.layout.chunk, self._plan.heads * size)
+        return pl.BlockSpec(shape, lambda b, h, n: (b, self._chunk_at(n), h))
+
+
+def compiler_params() -> pltpu.CompilerParams:
+    # Blocks and scratch take 1 to 3 MiB a head, most of it operands of the levels; a v5e has
+    # 128 MiB of vector memory, of which a kernel gets 16 unless it asks.
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=100 * 2**20
+    )
