@@ -2,6 +2,7 @@
 """A run small enough to be trained, killed and resumed many times: the model of `tiny`."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import jax
@@ -11,8 +12,8 @@ import tiny
 
 from atomic_lib.config import TrainConfig
 from atomic_lib.data import open_token_folder
-from atomic_lib.evidence import RunFolder
-from atomic_lib.train import program
+from atomic_lib.evidence import RunFolder, effective_rows, read_rows
+from atomic_lib.train import program, train
 
 SETTINGS = {
     "run": "tiny",
@@ -30,6 +31,8 @@ SETTINGS = {
     "budget_seconds": None,
     "dropout_rate": 0.25,
 }
+EVERY_STEP = {"checkpoint_seconds": 1e-9}
+REPEATED = ("step", "tokens", "loss", "lr", "grad_norm", "finite", "elapsed_fraction", "ce")
 
 
 def write_tokens(folder: Path, *, tokens: int = 2000) -> Path:
@@ -65,21 +68,76 @@ def compilation_cache(tmp_path_factory):
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-@pytest.fixture
-def tiny_model(monkeypatch):
-    """Puts the model of `tiny` in the place of the language model."""
-    monkeypatch.setattr(program, "model_forward", lambda config, platform: tiny.tiny_forward)
-    monkeypatch.setattr(
-        program, "init_parameters", lambda config, seed: tiny.tiny_params(int(seed))
-    )
+def make_config(**changes) -> TrainConfig:
+    """The tiny run's configuration with some fields replaced."""
+    return TrainConfig(**{**SETTINGS, **changes})
+
+
+def numbers(run_path: Path) -> list[dict]:
+    """The rows that count, without clocks: what must be the same in a resumed run."""
+    rows = effective_rows(read_rows(run_path / "metrics.jsonl"))
+    kept = [row for row in rows if row["kind"] in ("train", "eval")]
+    return [{name: row[name] for name in REPEATED if name in row} for row in kept]
+
+
+class PulledPlug(BaseException):
+    """Stands for a process that ends between two instructions."""
+
+
+class Faulty:
+    """A dataset that raises when the batch of one step is read."""
+
+    def __init__(self, dataset, step):
+        self._dataset, self._step = dataset, step
+
+    def __getattr__(self, name):
+        return getattr(self._dataset, name)
+
+    def train_batch(self, seed, step, **sizes):
+        if step == self._step:
+            raise PulledPlug(f"at step {step}")
+        return self._dataset.train_batch(seed, step, **sizes)
+
+
+@pytest.fixture(scope="module")
+def tiny_model():
+    """Puts the model of `tiny` in the place of the language model, for one test file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "model_forward", lambda *arguments: tiny.tiny_forward)
+        patch.setattr(program, "init_parameters", lambda config, seed: tiny.tiny_params(int(seed)))
+        yield
+
+
+@pytest.fixture(scope="module")
+def token_folder(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("data") / "tokens")
+
+
+@pytest.fixture(scope="module")
+def dataset(token_folder):
+    return open_token_folder(token_folder, vocab_size=tiny.VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, dataset, tiny_model):
+    """The folder of a run that nothing has happened to; not to be written."""
+    config = make_config()
+    run = open_run(tmp_path_factory.mktemp("whole") / "run", config)
+    train(run, config, dataset)
+    return run.path
+
+
+@pytest.fixture(scope="module")
+def dead_run(tmp_path_factory, dataset, tiny_model):
+    """The folder of a run that died at step 7, with checkpoints of steps 5 and 6."""
+    config = make_config(**EVERY_STEP)
+    run = open_run(tmp_path_factory.mktemp("dead") / "run", config)
+    with pytest.raises(PulledPlug):
+        train(run, config, Faulty(dataset, 7))
+    return run.path
 
 
 @pytest.fixture
-def make_config():
-    """Builds the tiny run's configuration with some fields replaced."""
-    return lambda **changes: TrainConfig(**{**SETTINGS, **changes})
-
-
-@pytest.fixture
-def dataset(tmp_path):
-    return open_token_folder(write_tokens(tmp_path / "tokens"), vocab_size=tiny.VOCABULARY)
+def broken(tmp_path, dead_run):
+    """A copy of `dead_run`, to be damaged."""
+    return shutil.copytree(dead_run, tmp_path / "run", ignore=shutil.ignore_patterns(".lock"))
