@@ -120,6 +120,8 @@ class Loop:
 
     def _train_one_step(self) -> None:
         began = self.budget.clock()
+        if not self._compiled and self._waiting is None:
+            self.record.run.progress("compiling", 0, 0, "the training step, once a session")
         tokens = self.program.placement.place_batch(self._next_batch())
         elapsed = self.budget.elapsed()
         rate = float(np.float32(self.schedule.rate(step=self.step, elapsed_seconds=elapsed)))
