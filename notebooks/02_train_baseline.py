@@ -27,8 +27,14 @@ import sys
 from pathlib import Path
 
 here, attached = Path.cwd(), Path("/kaggle/input")
-places = [here, *here.parents, *here.glob("*"), *attached.glob("*"), *attached.glob("datasets/*/*")]
-root = next((place for place in places if (place / "atomic_lib" / "__init__.py").is_file()), None)
+_places = [
+    here,
+    *here.parents,
+    *here.glob("*"),
+    *attached.glob("*"),
+    *attached.glob("datasets/*/*"),
+]
+root = next((place for place in _places if (place / "atomic_lib" / "__init__.py").is_file()), None)
 if root is None:
     raise FileNotFoundError(f"no atomic_lib at, above or just below {here}: clone or attach it")
 sys.path[:0] = [str(root), str(root / "kernels")]
