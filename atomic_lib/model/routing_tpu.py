@@ -69,7 +69,7 @@ def read_slots(
     epsilon: float,
     interpret: bool = False,
 ) -> Array:
-    """What a site with weight [D] reads from n sources [N, D]; gradients go into the slots alone."""
+    """What a site with weight [D] reads from n sources [N, D]; gradients go into slots alone."""
     return _read_forward(slots, weight, values, epsilon, interpret)[0]
 
 

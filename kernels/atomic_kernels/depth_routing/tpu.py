@@ -16,8 +16,8 @@ c_i = dr_i . r_i:
 Both kernels read every [N, D] operand once; that is what bounds them (n + 1 and m + 2 arrays of
 2 D bytes a token). Nothing is sequential over tokens but the sum of dw, which stays in VMEM.
 Arithmetic is float32; operands of the three small matrix products of `source_gradients` are rounded
-to the dtype of v. Numbers of one site and token cross between HBM and the chip as rows of a [8 k, N]
-array: as columns they would take 128 lanes each.
+to the dtype of v. Numbers of one site and token cross between HBM and the chip as rows of a
+[8 k, N] array: as columns they would take 128 lanes each.
 """
 
 from collections.abc import Sequence
