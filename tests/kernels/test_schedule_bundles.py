@@ -21,8 +21,8 @@ from atomic_kernels.schedule.bundles import (
     parse_units,
 )
 from atomic_kernels.schedule.chips import CHIPS
+from atomic_kernels.schedule.dump import Dump
 from atomic_kernels.schedule.operations import (
-    read_texts,
     unit_profile,
     unit_use,
     with_schedule,
@@ -184,7 +184,7 @@ def test_profile_slices_one_trip_of_the_main_loop():
 
 
 def test_saved_matmul_kernel_counts_are_those_of_its_grid():
-    texts = read_texts("matmul_grid.1", DUMPS)
+    texts = Dump(DUMPS).texts("matmul_grid.1")
     assert texts is not None
     operation = with_schedule(bare_operation("matmul_grid.1"), texts, CHIPS["v5e"])
     # 20 grid steps; 111 bundles, of which 6 to 105 are the loop.
@@ -199,7 +199,7 @@ def test_saved_matmul_kernel_counts_are_those_of_its_grid():
 
 
 def test_saved_nested_loops_keep_the_unknown_count_unknown():
-    texts = read_texts("nested_loops.1", DUMPS)
+    texts = Dump(DUMPS).texts("nested_loops.1")
     assert texts is not None
     operation = with_schedule(bare_operation("nested_loops.1"), texts, CHIPS["v5e"])
     assert [loop.trips for loop in operation.loops] == [8, 16, 7, 5, None]
@@ -213,7 +213,7 @@ def test_saved_nested_loops_keep_the_unknown_count_unknown():
 
 
 def test_matmul_cycles_are_unknown_for_an_operand_format_never_measured():
-    texts = read_texts("matmul_grid.1", DUMPS)
+    texts = Dump(DUMPS).texts("matmul_grid.1")
     assert texts is not None
     other = dataclasses.replace(texts, final=texts.final.replace("vmatmul.bf16", "vmatmul.s8"))
     operation = with_schedule(bare_operation("matmul_grid.1"), other, CHIPS["v5e"])
@@ -221,8 +221,8 @@ def test_matmul_cycles_are_unknown_for_an_operand_format_never_measured():
 
 
 def test_bundles_and_unit_rows_that_disagree_are_an_error():
-    texts = read_texts("matmul_grid.1", DUMPS)
-    nested = read_texts("nested_loops.1", DUMPS)
+    texts = Dump(DUMPS).texts("matmul_grid.1")
+    nested = Dump(DUMPS).texts("nested_loops.1")
     assert texts is not None
     assert nested is not None
     mixed = dataclasses.replace(texts, final_units=nested.final_units)
@@ -233,7 +233,7 @@ def test_bundles_and_unit_rows_that_disagree_are_an_error():
 def test_texts_of_another_instruction_are_not_taken(tmp_path):
     for path in DUMPS.glob("*matmul_grid.1*"):
         (tmp_path / path.name.replace("matmul_grid.1", "matmul_grid.12")).write_text("")
-    assert read_texts("matmul_grid.1", tmp_path) is None
+    assert Dump(tmp_path).texts("matmul_grid.1") is None
 
 
 def test_an_incomplete_dump_is_an_error(tmp_path):
@@ -241,4 +241,4 @@ def test_an_incomplete_dump_is_an_error(tmp_path):
         if "final_bundles" not in path.name:
             (tmp_path / path.name).write_text(path.read_text())
     with pytest.raises(ScheduleFormatError, match=r"no final_bundles for matmul_grid\.1"):
-        read_texts("matmul_grid.1", tmp_path)
+        Dump(tmp_path).texts("matmul_grid.1")

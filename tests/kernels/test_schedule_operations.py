@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from atomic_kernels.schedule.bundles import ScheduleFormatError
 from atomic_kernels.schedule.chips import CHIPS
+from atomic_kernels.schedule.dump import Dump
 from atomic_kernels.schedule.hlo import Instruction, Work
-from atomic_kernels.schedule.operations import operation_from_dump, program_of
+from atomic_kernels.schedule.operations import operation_from_dump
 
 KERNEL = 'custom_call_target="tpu_custom_call"'
 
@@ -44,7 +45,7 @@ def work(opcode: str, *, attributes: str = "", fused: tuple[str, ...] = ()) -> W
 )
 def test_kind_of_an_instruction(tmp_path: Path, opcode, attributes, fused, kind):
     item = work(opcode, attributes=attributes, fused=fused)
-    operation = operation_from_dump(item, tmp_path, CHIPS["v5e"])
+    operation = operation_from_dump(item, Dump(tmp_path), CHIPS["v5e"])
     assert operation.kind == kind
     assert operation.bundles is None
     assert operation.cycles is None
@@ -57,7 +58,7 @@ def test_estimate_vmem_and_source_are_read_from_the_attributes(tmp_path: Path):
         '"offset":"0","size":"4096"}]}'
     )
     item = work("fusion", attributes=attributes, fused=("multiply",))
-    operation = operation_from_dump(item, tmp_path, CHIPS["v5e"])
+    operation = operation_from_dump(item, Dump(tmp_path), CHIPS["v5e"])
     assert operation.estimated_cycles == 7466
     assert operation.vmem_bytes == 4096
     assert operation.source == "jit(f)/mul"
@@ -65,7 +66,7 @@ def test_estimate_vmem_and_source_are_read_from_the_attributes(tmp_path: Path):
 
 def test_a_kernel_without_a_schedule_is_an_error_not_a_free_kernel(tmp_path: Path):
     with pytest.raises(ScheduleFormatError, match="no schedule of kernel"):
-        operation_from_dump(work("custom-call", attributes=KERNEL), tmp_path, CHIPS["v5e"])
+        operation_from_dump(work("custom-call", attributes=KERNEL), Dump(tmp_path), CHIPS["v5e"])
 
 
 def test_equal_operations_share_the_schedule_of_the_first(tmp_path: Path):
@@ -75,8 +76,9 @@ def test_equal_operations_share_the_schedule_of_the_first(tmp_path: Path):
         "key:matmul_grid.1\nordinal:2\nequivalent_hlos[size=2]:\n  matmul_grid.1\n"
         "  custom-call.1\nkey:other.3\nordinal:3\nequivalent_hlos[size=1]:\n  other.3\n"
     )
-    assert program_of("custom-call.1", tmp_path) == "matmul_grid.1"
-    assert program_of("absent.1", tmp_path) == "absent.1"
-    operation = operation_from_dump(work("custom-call", attributes=KERNEL), tmp_path, CHIPS["v5e"])
+    assert Dump(tmp_path).texts("absent.1") is None
+    operation = operation_from_dump(
+        work("custom-call", attributes=KERNEL), Dump(tmp_path), CHIPS["v5e"]
+    )
     assert operation.name == "custom-call.1"
     assert operation.cycles == 11 + 22 * 100

@@ -21,21 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from atomic_kernels.schedule.chips import Chip, chip_for_topology
+from atomic_kernels.schedule.dump import DUMPED_PASSES, Dump
 from atomic_kernels.schedule.hlo import HloModule
 from atomic_kernels.schedule.operations import operation_from_dump
 from atomic_kernels.schedule.report import ScheduleReport
-
-# Of the ~70 texts the compiler can write per kernel only these are read; without the filter one
-# kernel leaves 100 MB or more and takes twice as long to compile.
-DUMPED_PASSES = "|".join(
-    [
-        "final_bundles",
-        "packed-bundles-post-ra",
-        "post-delay-converter",
-        "per-bundle-utilization",
-        "deduplication-map",
-    ]
-)
 
 
 class ScheduleUnavailableError(RuntimeError):
@@ -106,10 +95,12 @@ def compile_schedule(
         return read_dump(request, result, dump)
 
 
-def read_dump(request: Mapping[str, Any], result: Mapping[str, Any], dump: Path) -> ScheduleReport:
-    """The report of a compile from the worker's result and the texts in `dump`."""
+def read_dump(
+    request: Mapping[str, Any], result: Mapping[str, Any], folder: Path
+) -> ScheduleReport:
+    """The report of a compile from the worker's result and the texts in `folder`."""
     module = HloModule(result["hlo"])
-    chip = chip_for_topology(request["topology"])
+    chip, dump = chip_for_topology(request["topology"]), Dump(folder)
     return ScheduleReport(
         target=request["target"],
         arguments=dict(request["arguments"]),

@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 from atomic_kernels.schedule.bundles import (
     Bundle,
@@ -23,6 +20,7 @@ from atomic_kernels.schedule.bundles import (
     parse_units,
 )
 from atomic_kernels.schedule.chips import Chip
+from atomic_kernels.schedule.dump import Dump, ScheduleTexts
 from atomic_kernels.schedule.hlo import Work
 from atomic_kernels.schedule.report import Operation, UnitProfile, UnitUse
 
@@ -33,7 +31,7 @@ _COPY_OPCODES = frozenset(["copy", "transpose", "reshape", "bitcast-convert"])
 _MATMUL = re.compile(r"\bvmatmul\.([\w.]+)")
 
 
-def operation_from_dump(work: Work, dump: Path, chip: Chip) -> Operation:
+def operation_from_dump(work: Work, dump: Dump, chip: Chip) -> Operation:
     """The operation of one scheduled HLO instruction, with its schedule where `dump` has one."""
     instruction = work.instruction
     estimated = instruction.attribute(r'"estimated_cycles":"(\d+)"')
@@ -56,30 +54,15 @@ def operation_from_dump(work: Work, dump: Path, chip: Chip) -> Operation:
         hbm_bytes=work.hbm_bytes,
         matmul_cycles=None,
     )
-    texts = read_texts(program_of(instruction.name, dump), dump)
+    texts = dump.texts(instruction.name)
     if texts is None:
         if base.kind == "pallas":
             raise ScheduleFormatError(
-                f"the compiler left no schedule of kernel {instruction.name} in {dump}: report "
-                "the libtpu version; this reader needs an update."
+                f"the compiler left no schedule of kernel {instruction.name} in {dump.folder}: "
+                "report the libtpu version; this reader needs an update."
             )
         return base
     return with_schedule(base, texts, chip)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleTexts:
-    """The compiler's texts about one operation.
-
-    final and packed are its bundles after and before the waits are left to the hardware, each
-    with its unit table; listing is the region listing, which holds the trip counts.
-    """
-
-    final: str
-    final_units: str
-    packed: str
-    packed_units: str
-    listing: str
 
 
 def with_schedule(operation: Operation, texts: ScheduleTexts, chip: Chip) -> Operation:
@@ -216,52 +199,6 @@ def _kind(work: Work) -> str:
     if opcodes <= _COPY_OPCODES:
         return "copy"
     return "fusion" if instruction.opcode == "fusion" else "other"
-
-
-_SUFFIXES = {
-    "final": "final_bundles",
-    "final_units": "final_hlo-static-per-bundle-utilization",
-    "packed": "packed-bundles-post-ra",
-    "packed_units": "pre-delay_hlo-static-per-bundle-utilization",
-    "listing": "post-delay-converter",
-}
-
-
-def program_of(name: str, dump: Path) -> str:
-    """The instruction whose program `name` shares: equal operations are compiled once.
-
-    Read from the compiler's map of duplicates: `key:NAME`, then its equivalents, indented.
-    """
-    for path in sorted(dump.glob("*-deduplication-map.txt")):
-        key = ""
-        for line in path.read_text().splitlines():
-            if line.startswith("key:"):
-                key = line.removeprefix("key:").strip()
-            elif line.startswith(" ") and line.strip() == name:
-                return key
-    return name
-
-
-def read_texts(name: str, dump: Path) -> ScheduleTexts | None:
-    """The texts about HLO instruction `name` in `dump`; None where the compiler wrote none.
-
-    Raises ScheduleFormatError when only some of them are there.
-    """
-    found = {
-        field: sorted(dump.glob(f"*-{glob.escape(name)}-[0-9]*-{suffix}.txt"))
-        for field, suffix in _SUFFIXES.items()
-    }
-    exact = re.compile(rf"\d+-{re.escape(name)}-\d+-[a-z_]")
-    found = {field: [p for p in paths if exact.match(p.name)] for field, paths in found.items()}
-    if not any(found.values()):
-        return None
-    absent = [_SUFFIXES[field] for field, paths in found.items() if not paths]
-    if absent:
-        raise ScheduleFormatError(
-            f"the compiler left no {', '.join(absent)} for {name} in {dump}: report the libtpu "
-            "version; this reader needs an update."
-        )
-    return ScheduleTexts(**{field: paths[-1].read_text() for field, paths in found.items()})
 
 
 def _sum(weights: Sequence[int | None]) -> int | None:
