@@ -12,6 +12,7 @@ import struct
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from atomic_lib.export import read_export, write_export
 
@@ -199,6 +200,19 @@ def test_a_writer_that_dies_leaves_no_export(folder, parameters, config, monkeyp
         write_export(folder, parameters, config, source=SOURCE)
     with pytest.raises(FileNotFoundError, match=r"export\.json does not exist"):
         read_export(folder)
+
+
+def test_a_disk_that_changes_a_bit_is_noticed_while_writing(
+    tmp_path, parameters, config, monkeypatch
+):
+    def save_with_a_flipped_bit(tensors, path, metadata):
+        changed = {name: value.copy() for name, value in tensors.items()}
+        changed["final_norm/bias"].view(np.uint32)[5] ^= 1
+        save_file(changed, path, metadata=metadata)
+
+    monkeypatch.setattr("atomic_lib.export.layout.save_file", save_with_a_flipped_bit)
+    with pytest.raises(ValueError, match="tensor final_norm/bias is"):
+        write_export(tmp_path, parameters, config, source=SOURCE)
 
 
 def test_transposed_arrays_are_stored_in_their_own_order(tmp_path, parameters, config):
