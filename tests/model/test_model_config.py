@@ -3,8 +3,8 @@
 
 Protected: the exact sizes of the four published systems, per optimiser group, and that a wrong
 configuration is refused by name before anything compiles. The oracle for counts are the published
-totals and the sums that the systems' cards state, written here as literals; the modules are compared
-with the same formula in test_model_parameters.py.
+totals and the sums that the systems' cards state, written here as literals; the modules are
+compared with the same formula in test_model_parameters.py.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ PUBLISHED = {
     "atomic-hybrid": (307_131_392, 51_463_168, 255_524_864, 0, 143_360),
     # 18 GDN-2 layers of 5,188,230; conv 18 x 9,216; vectors 18 x (6 + 768 + 768 + 128) + 49 x 1024.
     "berlm-hyb16": (365_281_644, 32_768_000, 332_267_520, 165_888, 80_236),
-    # Embedding and output table; conv 16 x 12,288; vectors 16 x (8 + 1024 + 1024 + 128) + 33 x 1024.
+    # Two tables; conv 16 x 12,288; vectors 16 x (8 + 1024 + 1024 + 128) + 33 x 1024.
     "gdn2-370m": (275_516_544, 65_536_000, 209_715_200, 196_608, 68_736),
 }
 
