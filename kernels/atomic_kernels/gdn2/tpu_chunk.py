@@ -151,6 +151,16 @@ def _is_pair(token: Array, chunk: int, half: int) -> Array:
     return ((token ^ column) < 2 * half) & ((column & half) == 0)
 
 
+def place_upper(scores: Array, level_scores: Array, mask: Array, half: int) -> Array:
+    """scores [C, C] with those of a level [C/2, C], where mask is, in its upper rows."""
+    rows = jnp.where(mask, level_scores, upper(scores, half))
+    return interleave(lower(scores, half), rows, half)
+
+
+def identity(size: int) -> Array:
+    return row_numbers(size, size) == column_numbers(size, size)
+
+
 def leaf_inverses(scores: list[Array], layout: Layout) -> list[Array]:
     """(I + L)^-1 of the 8 diagonal blocks [n, n] of each head's L, by forward substitution:
     X_r = I_r - sum over c < r of L_rc X_c.

@@ -31,14 +31,12 @@ from atomic_kernels.gdn2.tpu_layout import (
     SUBLANES,
     TN,
     Layout,
-    column_numbers,
     dot,
     interleave,
     lower,
     read_parts,
     read_rows,
     read_steps,
-    row_numbers,
     upper,
     write_parts,
     write_rows,
@@ -68,7 +66,7 @@ def forward_body(plan: Plan, save: bool, input_refs, state_ref, output_refs, scr
 
     @pl.when(number == 0)
     def _():
-        read_initial_state(plan, state_ref, scratch.state)
+        tpu_tokens.read_state(plan, state_ref, scratch.state)
 
     chunk = tpu_tokens.describe_chunk(plan, number, input_refs.starts)
     for head in range(plan.heads):
@@ -88,29 +86,7 @@ def forward_body(plan: Plan, save: bool, input_refs, state_ref, output_refs, scr
 
     @pl.when(number == pl.num_programs(2) - 1)
     def _():
-        write_state(plan, scratch.state, last_ref)
-
-
-def read_initial_state(plan: Plan, source, state) -> None:
-    """S^T from [heads, value heads, K, V] of one sequence, zeros without it."""
-    width = width_of_state(plan)
-    for head in range(plan.heads):
-        if source is None:
-            state[head] = jnp.zeros(state.shape[1:], jnp.float32)
-            continue
-        for n in range(plan.group):
-            state[head, n * width : (n + 1) * width] = jnp.transpose(
-                source[0, head * plan.group + n]
-            )
-
-
-def write_state(plan: Plan, state, target) -> None:
-    width = width_of_state(plan)
-    for head in range(plan.heads):
-        for n in range(plan.group):
-            target[0, head * plan.group + n] = jnp.transpose(
-                state[head, n * width : (n + 1) * width]
-            )
+        tpu_tokens.write_state(plan, scratch.state, last_ref)
 
 
 def load_tokens(plan: Plan, chunk, input_refs: InputRefs, scratch: Scratch, head: int) -> None:
@@ -121,9 +97,8 @@ def load_tokens(plan: Plan, chunk, input_refs: InputRefs, scratch: Scratch, head
     decay = tpu_tokens.decay_factors(g, chunk)
     tpu_tokens.write_tokens(scratch.tokens, head, q, k, decay, b, layout)
     diagonal = jnp.sum(q * k, 1, keepdims=True)  # [C, 1]
-    size = layout.chunk
-    identity = row_numbers(size, size) == column_numbers(size, size)
-    write_rows(scratch.query_scores.at[head], jnp.where(identity, diagonal, 0.0), layout)
+    scores = jnp.where(tpu_chunk.identity(layout.chunk), diagonal, 0.0)
+    write_rows(scratch.query_scores.at[head], scores, layout)
 
 
 def prepare_low_levels(scratch: TokenScratch, head: int, layout: Layout) -> tpu_chunk.RunFactors:
@@ -145,16 +120,10 @@ def score_low_levels(plan: Plan, scratch: Scratch) -> None:
             right = read_parts(scratch.tokens.right.at[head, level])
             scores = dot(left, right, NT)  # [C, C]: q's upper steps, then b k's
             mask = tpu_chunk.low_level_mask(size, 1 << level)
-            query = place_upper(query, scores[:half_rows], mask, SUBLANES << level)
-            erase = place_upper(erase, scores[half_rows:], mask, SUBLANES << level)
+            query = tpu_chunk.place_upper(query, scores[:half_rows], mask, SUBLANES << level)
+            erase = tpu_chunk.place_upper(erase, scores[half_rows:], mask, SUBLANES << level)
         write_steps(scratch.query_scores.at[head], query, layout)
         scratch.leaf_scores[head] = erase
-
-
-def place_upper(scores: Array, level_scores: Array, mask: Array, half: int) -> Array:
-    """scores [C, C] with those of a level [C/2, C], where mask is, in its upper rows."""
-    rows = jnp.where(mask, level_scores, upper(scores, half))
-    return interleave(lower(scores, half), rows, half)
 
 
 def invert_leaves(plan: Plan, scratch: Scratch) -> None:
@@ -176,7 +145,7 @@ def score_high_levels(plan: Plan, scratch: Scratch, factors: list[tpu_chunk.RunF
             )
             scores = dot(left, right, NT)  # [C, C]
             mask = tpu_chunk.high_level_mask(layout.chunk, 1 << level)
-            query = place_upper(query, scores[:half_rows], mask, layout.run << level)
+            query = tpu_chunk.place_upper(query, scores[:half_rows], mask, layout.run << level)
             cross = layout.split(jnp.where(mask, scores[half_rows:], 0.0), LADDER_PARTS)
             write_parts(scratch.cross_scores.at[head, level], slice(None), cross)
         write_rows(scratch.query_scores.at[head], query, layout)
@@ -240,7 +209,7 @@ def forward(
     batch, length, width = arrays.v.shape
     chunks = pl.cdiv(length, layout.chunk)
     groups = width // (heads * layout.value_size)
-    state_shape = (batch, groups * heads * plan.group, layout.key_size, width_of_state(plan))
+    state_shape = (batch, groups * heads * plan.group, layout.key_size, plan.value_width)
     specs = tpu_tokens.BlockSpecs(plan, lambda n: n)
     inputs, input_specs = specs.inputs(arrays)
     if initial_state is not None:
@@ -282,10 +251,6 @@ def forward(
 def saved_inverse_dtype(layout: Layout):
     """A is only ever an operand: one part needs no more than bfloat16."""
     return jnp.bfloat16 if layout.parts == 1 else jnp.float32
-
-
-def width_of_state(plan: Plan) -> int:
-    return plan.layout.value_size // plan.group
 
 
 def forward_scratch(plan: Plan) -> list:

@@ -73,6 +73,8 @@ class Layout:
     def split(self, x: Array, parts: int | None = None) -> tuple[Array, ...]:
         """x as operands of the matrix unit: a sum of `parts` bfloat16 arrays."""
         if not self.parts:
+            return (x.astype(jnp.float32),)
+        if x.dtype == jnp.bfloat16:
             return (x,)
         high = self._round(x)
         if (parts or self.parts) == 1:

@@ -42,6 +42,11 @@ class Plan:
     segmented: bool
     projections: Projections | None
 
+    @property
+    def value_width(self) -> int:
+        """Columns of one value head."""
+        return self.layout.value_size // self.group
+
     def key_columns(self, head: int) -> slice:
         return slice(head * self.layout.key_size, (head + 1) * self.layout.key_size)
 
@@ -217,6 +222,32 @@ def chunk_operands(
     )
 
 
+def read_state(plan: Plan, source, state) -> None:
+    """S^T [heads, V, K] from a block [1, value heads, K, V / G], zeros without one."""
+    for head in range(plan.heads):
+        if source is None:
+            state[head] = jnp.zeros(state.shape[1:], jnp.float32)
+            continue
+        for n in range(plan.group):
+            rows = slice(n * plan.value_width, (n + 1) * plan.value_width)
+            state[head, rows] = jnp.transpose(source[0, head * plan.group + n])
+
+
+def write_state(plan: Plan, state, target) -> None:
+    """The reverse of `read_state`."""
+    for head in range(plan.heads):
+        for n in range(plan.group):
+            rows = slice(n * plan.value_width, (n + 1) * plan.value_width)
+            target[0, head * plan.group + n] = jnp.transpose(state[head, rows])
+
+
+def load_operand(plan: Plan, ref, columns: slice, chunk: Chunk) -> tuple[Array, ...]:
+    """An input [C, D] as a matrix operand; bfloat16 needs no rounding."""
+    if ref.dtype == jnp.bfloat16 and plan.layout.parts and chunk.valid is None:
+        return (ref[0, :, columns],)
+    return plan.layout.split(_load(ref, columns, chunk))
+
+
 def _load(ref, columns: slice, chunk: Chunk) -> Array:
     x = ref[0, :, columns].astype(jnp.float32)
     return x if chunk.valid is None else jnp.where(chunk.valid, x, 0.0)
@@ -241,11 +272,15 @@ class BlockSpecs:
         width = self._plan.heads * self._plan.layout.key_size
         return pl.BlockSpec((1, width), lambda b, h, n: (0, h))
 
+    def batch_row(self) -> pl.BlockSpec:
+        """[B, 1, H K]."""
+        width = self._plan.heads * self._plan.layout.key_size
+        return pl.BlockSpec((1, 1, width), lambda b, h, n: (b, 0, h))
+
     def state(self) -> pl.BlockSpec:
         """[B, value heads, K, V / G]."""
         plan = self._plan
-        width = plan.layout.value_size // plan.group
-        shape = (1, plan.heads * plan.group, plan.layout.key_size, width)
+        shape = (1, plan.heads * plan.group, plan.layout.key_size, plan.value_width)
         return pl.BlockSpec(shape, lambda b, h, n: (b, h, 0, 0))
 
     def per_chunk(self, rows: int, columns: int) -> pl.BlockSpec:

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GDN-2 through the two fused TPU kernels: layout of the arrays, tiles, and the gradient rule.
+
+Arrays are viewed as [B, T, H D], a head a slice of lanes: no transposes, no copies. The value
+heads of a key head lie side by side there and are columns of V for the kernels, so scores and
+inverse are made once for all of them.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from atomic_kernels.gdn2 import tpu_backward, tpu_forward, tpu_tiles
+from atomic_kernels.gdn2.chunk import Inputs
+from atomic_kernels.gdn2.gates import Projections
+from atomic_kernels.gdn2.tpu_layout import Layout
+from atomic_kernels.gdn2.tpu_tokens import InputArrays, Plan
+
+HEAD_SIZES = (64, 128, 256)
+# Parts of a matrix operand, see `tpu_layout.Layout`.
+OPERAND_PARTS = {"bf16": 1, "bf16x3": 2, "f32": 0}
+
+
+def gdn2_tpu(
+    inputs: Inputs,
+    projections: Projections | None,
+    gate_parameters: tuple[Array | None, Array | None],
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    *,
+    scale: float,
+    chunk_size: int | None,
+    precision: str,
+    interpret: bool,
+) -> tuple[Array, Array]:
+    """o [B, T, Hv, V] in v's dtype and the last state [B, Hv, K, V] float32; see `api.gdn2`.
+
+    gate_parameters (A_log [H], dt_bias [H, K]) belong to projections. Raises NotImplementedError
+    for head sizes other than 64, 128 and 256 and for chunk sizes that the kernels do not have.
+    """
+    batch, length, heads, key_size = inputs.q.shape
+    value_heads, value_size = inputs.v.shape[2:]
+    _check_sizes(key_size, value_size, chunk_size)
+    layout = Layout(
+        chunk=tpu_tiles.CHUNK_SIZE,
+        key_size=key_size,
+        value_size=value_heads // heads * value_size,
+        parts=OPERAND_PARTS[precision],
+        interpret=interpret,
+    )
+    plan = Plan(
+        layout=layout,
+        heads=1,
+        group=value_heads // heads,
+        scale=float(scale),
+        length=length,
+        segmented=segment_ids is not None,
+        projections=projections,
+    )
+    rows = (None, None)
+    if projections is not None:
+        rows = _gate_rows(*gate_parameters, heads, key_size)
+    arrays = InputArrays(
+        *(x.reshape(batch, length, -1) for x in inputs), *rows, _segment_starts(segment_ids)
+    )
+    o, state = _gdn2(plan, arrays, initial_state)
+    return o.reshape(inputs.v.shape), state
+
+
+def _check_sizes(key_size: int, value_size: int, chunk_size: int | None) -> None:
+    for name, size in (("K", key_size), ("V", value_size)):
+        if size not in HEAD_SIZES:
+            raise NotImplementedError(
+                f"backend 'tpu' has head sizes {HEAD_SIZES}, got {name} = {size}: pad the heads, "
+                "or use backend 'xla'."
+            )
+    if chunk_size not in (None, tpu_tiles.CHUNK_SIZE):
+        raise NotImplementedError(
+            f"backend 'tpu' has chunk_size {tpu_tiles.CHUNK_SIZE}, got {chunk_size}: leave it "
+            "out, or use backend 'xla'."
+        )
+
+
+def _gate_rows(A_log: Array | None, dt_bias: Array | None, heads: int, key_size: int):
+    """log_rate and bias [1, H K] float32."""
+    log_rate = jnp.zeros(heads) if A_log is None else A_log.astype(jnp.float32)
+    bias = jnp.zeros((heads, key_size)) if dt_bias is None else dt_bias.astype(jnp.float32)
+    return jnp.repeat(log_rate, key_size)[None], bias.reshape(1, -1)
+
+
+def _segment_starts(segment_ids: Array | None) -> Array | None:
+    """[B, 1, T] int32, 1 where a segment starts; the first one goes on from the initial state."""
+    if segment_ids is None:
+        return None
+    starts = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(starts, ((0, 0), (1, 0))).astype(jnp.int32)[:, None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gdn2(plan: Plan, arrays: InputArrays, initial_state: Array | None) -> tuple[Array, Array]:
+    """o [B, T, H V] and the last state [B, H G, K, V / G]."""
+    o, state, _, _ = tpu_forward.forward(
+        tpu_tiles.tiled(plan, arrays, "forward"), arrays, initial_state, save=False
+    )
+    return o, state
+
+
+def _forward_rule(plan, arrays, initial_state):
+    o, state, states, inverses = tpu_forward.forward(
+        tpu_tiles.tiled(plan, arrays, "forward"), arrays, initial_state, save=True
+    )
+    return (o, state), (arrays, initial_state is not None, states, inverses)
+
+
+def _backward_rule(plan, residuals, cotangents):
+    arrays, has_state, states, inverses = residuals
+    plan = tpu_tiles.tiled(plan, arrays, "backward")
+    *gradients, d_state, d_log_rate, d_bias = tpu_backward.backward(
+        plan, arrays, cotangents[0], states, inverses, cotangents[1]
+    )
+    rows = [None if x is None else x.sum(0) for x in (d_log_rate, d_bias)]
+    return InputArrays(*gradients, *rows, None), d_state if has_state else None
+
+
+_gdn2.defvjp(_forward_rule, _backward_rule)

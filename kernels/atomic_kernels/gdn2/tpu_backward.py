@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused backward kernel: one pass over the tokens from the last chunk to the first.
+
+Grid (batch, key-head groups, chunks backwards). From the inputs, S before the chunk, A, dO and
+the state's cotangent dS (kept as dS^T in vector memory), with the symbols of `tpu_forward`:
+
+    R = w*v - Kb S    Vn = A R    dVn = Aqk^T dO + Kg dS    dR = A^T dVn
+    dv = dR*w    dw = dR*v    dAqk = dO Vn^T (i >= j)    dL = -dR Vn^T (i > j)
+    dQt = dO S^T    dKb = -dR S^T    dKg = Vn dS^T
+    dS <- Diag(exp gc_last) dS + Qt^T dO - Kb^T dR
+
+Each level is undone in turn, from the widest (x its rows q e.. and (b k) e.., k its keys):
+
+    Dx_i = sum_j ds_ij k_j        Dk_j = sum_i ds_ij x_i         ds: dAqk, dL at the level's pairs
+    dx <- dx T_lower + Dx  (upper half)     dk <- dk T_upper + Dk  (lower half)
+
+and dq = dx e + dAqk_ii k,  d(b k) = dx e,  dk = dk + d(b k) b + dAqk_ii q,  db = d(b k) k.
+The log decays get dg_t = sum over i >= t of dgc_i, where dgc is the sum of x*Dx - k*Dk over all
+levels and the state. These products use the rounded x and k that were multiplied: only then do
+the rows and columns of a level cancel, as they must, in the sum over i.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from atomic_kernels.gdn2 import tpu_chunk, tpu_tokens
+from atomic_kernels.gdn2.tpu_layout import (
+    NN,
+    NT,
+    SUBLANES,
+    TN,
+    dot,
+    interleave,
+    lower,
+    read_parts,
+    read_rows,
+    read_steps,
+    upper,
+    write_parts,
+    write_rows,
+    write_steps,
+)
+from atomic_kernels.gdn2.tpu_tokens import Chunk, InputArrays, InputRefs, Plan, TokenScratch
+
+HIGH_LEVELS = SUBLANES.bit_length() - 1
+QUERY, ERASE, KEY = range(3)
+
+
+class SavedRefs(NamedTuple):
+    """Blocks: dO [1, C, heads V]; S^T, A [1, 1, heads, ., .]; dS [1, value heads, K, V / G]."""
+
+    d_o: object
+    states: object
+    inverses: object
+    d_state: object
+
+
+class OutputRefs(NamedTuple):
+    """Gradients, blocks like those of the inputs; parameter gradients are per batch element."""
+
+    q: object
+    k: object
+    v: object
+    g: object
+    b: object
+    w: object
+    state: object
+    log_rate: object | None
+    bias: object | None
+
+
+class Scratch(NamedTuple):
+    """Vector memory of a grid step, first axis heads."""
+
+    tokens: TokenScratch  # query, erase and key turn into dx of q, dx of b k and dk
+    state_operands: object  # [3, parts, C, K] Qt, Kb, Kg
+    square: object  # padded [C, C] Aqk, then dAqk
+    square2: object  # padded [C, C] dL
+    new_values: object  # [parts, C, V] Vn
+    d_written: object  # [parts, C, V] dR
+    d_decay: object  # padded [C, K] dgc
+    swap: object  # padded [C, K], to change between row orders
+    edge: object  # [1, K] what falls on the last row of dgc
+    d_state: object  # [V, K] dS^T
+    d_log_rate: object  # [1, K]
+    d_bias: object  # [1, K]
+
+
+def backward_body(
+    plan: Plan, inputs: InputRefs, saved: SavedRefs, outputs: OutputRefs, scratch: Scratch
+) -> None:
+    """One chunk of `plan.heads` heads, phase by phase."""
+    position, heads = pl.program_id(2), range(plan.heads)
+
+    @pl.when(position == 0)
+    def _():
+        tpu_tokens.read_state(plan, saved.d_state, scratch.d_state)
+        if plan.projections is not None:
+            scratch.d_log_rate[...] = jnp.zeros_like(scratch.d_log_rate)
+            scratch.d_bias[...] = jnp.zeros_like(scratch.d_bias)
+
+    number = pl.num_programs(2) - 1 - position
+    chunk = tpu_tokens.describe_chunk(plan, number, inputs.starts)
+    totals, factors = zip(*(prepare(plan, chunk, inputs, scratch, h) for h in heads), strict=True)
+    for h in heads:
+        recompute_scores(plan, chunk, inputs, scratch, h)
+    for h in heads:
+        recompute_values(plan, chunk, inputs, saved, scratch, h)
+    for h in heads:
+        solve_backwards(plan, chunk, inputs, saved, outputs, scratch, h)
+    for h in heads:
+        d_scores(plan, chunk, saved, scratch, h)
+    for h in heads:
+        undo_state(plan, chunk, saved, scratch, factors[h], h)
+    for h in heads:
+        undo_high_levels(plan, scratch, factors[h], h)
+    for h in heads:
+        undo_low_levels(plan, scratch, totals[h], h)
+    for h in heads:
+        finish(plan, chunk, inputs, outputs, scratch, h)
+
+    @pl.when(position == pl.num_programs(2) - 1)
+    def _():
+        tpu_tokens.write_state(plan, scratch.d_state, outputs.state)
+        if plan.projections is not None:
+            for h in heads:
+                outputs.log_rate[0, :, plan.key_columns(h)] = scratch.d_log_rate[h]
+                outputs.bias[0, :, plan.key_columns(h)] = scratch.d_bias[h]
+
+
+def prepare(plan: Plan, chunk: Chunk, inputs: InputRefs, scratch: Scratch, head: int):
+    """The operands of all levels and of the state; returns the decays' products."""
+    layout = plan.layout
+    q, k, g, b = tpu_tokens.activate_keys(
+        plan, chunk, *tpu_tokens.raw_keys(plan, inputs, head, chunk)
+    )
+    decay = tpu_tokens.decay_factors(g, chunk)
+    tpu_tokens.write_tokens(scratch.tokens, head, q, k, decay, b, layout)
+    totals = tpu_chunk.block_totals(read_steps(scratch.tokens.decay.at[head], layout))
+    tpu_tokens.write_low_operands(scratch.tokens, head, totals, layout)
+    factors = tpu_chunk.run_factors(totals[-1])
+    for level in range(HIGH_LEVELS):
+        left, right = tpu_tokens.high_operands(scratch.tokens, head, level, factors, layout)
+        number = layout.low_levels + level
+        write_parts(scratch.tokens.left.at[head, number], slice(None), left)
+        write_parts(scratch.tokens.right.at[head, number], slice(None), right)
+    for number, x in enumerate(tpu_tokens.chunk_operands(scratch.tokens, head, factors, layout)):
+        write_parts(scratch.state_operands.at[head, number], slice(None), layout.split(x))
+    return totals, factors
+
+
+def recompute_scores(
+    plan: Plan, chunk: Chunk, inputs: InputRefs, scratch: Scratch, head: int
+) -> None:
+    """Aqk."""
+    layout = plan.layout
+    half_rows = layout.chunk // 2
+    tokens = scratch.tokens
+
+    def level_scores(number):
+        left = read_parts(tokens.left.at[head, number], slice(0, half_rows))
+        return dot(left, read_parts(tokens.right.at[head, number]), NT)  # [C/2, C]
+
+    scores = jnp.zeros((layout.chunk, layout.chunk), jnp.float32)
+    for level in range(layout.low_levels):
+        mask = tpu_chunk.low_level_mask(layout.chunk, 1 << level)
+        half = SUBLANES << level
+        scores = tpu_chunk.place_upper(scores, level_scores(level), mask, half)
+    write_steps(scratch.square.at[head], scores, layout)
+    scores = read_rows(scratch.square.at[head], layout)
+    for level in range(HIGH_LEVELS):
+        mask = tpu_chunk.high_level_mask(layout.chunk, 1 << level)
+        half = layout.run << level
+        found = level_scores(layout.low_levels + level)
+        scores = tpu_chunk.place_upper(scores, found, mask, half)
+    q, k, _, _ = tpu_tokens.activate_keys(
+        plan, chunk, *tpu_tokens.raw_keys(plan, inputs, head, chunk)
+    )
+    diagonal = jnp.sum(q * k, 1, keepdims=True)  # [C, 1]
+    scores = jnp.where(tpu_chunk.identity(layout.chunk), diagonal, scores)
+    write_rows(scratch.square.at[head], scores, layout)
+
+
+def recompute_values(
+    plan: Plan, chunk: Chunk, inputs: InputRefs, saved: SavedRefs, scratch: Scratch, head: int
+) -> None:
+    """Vn = A (w*v - Kb S)."""
+    split = plan.layout.split
+    erase = read_parts(scratch.state_operands.at[head, ERASE])
+    v, w = tpu_tokens.activate_values(plan, *tpu_tokens.raw_values(plan, inputs, head, chunk))
+    written = w * v - dot(erase, split(saved.states[0, 0, head]), NT)  # [C, V]
+    new_values = dot(split(saved.inverses[0, 0, head]), split(written), NN)
+    write_parts(scratch.new_values.at[head], slice(None), split(new_values))
+
+
+def solve_backwards(
+    plan: Plan, chunk: Chunk, inputs: InputRefs, saved: SavedRefs, outputs: OutputRefs,
+    scratch: Scratch, head: int,
+) -> None:  # fmt: skip
+    """dR = A^T (Aqk^T dO + Kg dS); dv and dw."""
+    layout, split = plan.layout, plan.layout.split
+    columns = plan.value_columns(head)
+    d_o = tpu_tokens.load_operand(plan, saved.d_o, columns, chunk)
+    scores = split(read_rows(scratch.square.at[head], layout))
+    key = read_parts(scratch.state_operands.at[head, KEY])
+    d_new_values = dot(scores, d_o, TN) + dot(key, split(scratch.d_state[head]), NT)  # [C, V]
+    d_written = dot(split(saved.inverses[0, 0, head]), split(d_new_values), TN)  # [C, V]
+    write_parts(scratch.d_written.at[head], slice(None), split(d_written))
+    raw = tpu_tokens.raw_values(plan, inputs, head, chunk)
+    (v, w), pull = jax.vjp(lambda v, w: tpu_tokens.activate_values(plan, v, w), *raw)
+    d_v, d_w = pull((d_written * w, d_written * v))
+    outputs.v[0, :, columns] = d_v.astype(outputs.v.dtype)
+    outputs.w[0, :, columns] = d_w.astype(outputs.w.dtype)
+
+
+def d_scores(plan: Plan, chunk: Chunk, saved: SavedRefs, scratch: Scratch, head: int) -> None:
+    """dO Vn^T and -dR Vn^T, whole squares; the levels' masks choose the pairs."""
+    new_values = read_parts(scratch.new_values.at[head])
+    d_o = tpu_tokens.load_operand(plan, saved.d_o, plan.value_columns(head), chunk)
+    write_rows(scratch.square.at[head], dot(d_o, new_values, NT), plan.layout)
+    d_written = read_parts(scratch.d_written.at[head])
+    write_rows(scratch.square2.at[head], -dot(d_written, new_values, NT), plan.layout)
+
+
+def undo_state(
+    plan: Plan, chunk: Chunk, saved: SavedRefs, scratch: Scratch, factors, head: int
+) -> None:
+    """What Qt, Kb, Kg and the state give to dx, dk and dgc; dS goes on by one chunk."""
+    layout, split = plan.layout, plan.layout.split
+    d_o = tpu_tokens.load_operand(plan, saved.d_o, plan.value_columns(head), chunk)
+    d_written = read_parts(scratch.d_written.at[head])
+    query, erase, key = (read_parts(scratch.state_operands.at[head, n]) for n in range(3))
+    state, d_state = saved.states[0, 0, head], scratch.d_state[head]  # [V, K]
+    d_query = dot(d_o, split(state), NN)  # [C, K]
+    d_erase = -dot(d_written, split(state), NN)
+    d_key = dot(read_parts(scratch.new_values.at[head]), split(d_state), NN)
+    last_key = join(key) * d_key
+    d_decay = join(query) * d_query + join(erase) * d_erase - last_key
+    through = jnp.sum(state * d_state, 0, keepdims=True) * factors.total  # [1, K]
+    scratch.edge[head] = jnp.sum(last_key, 0, keepdims=True) + through
+    before, after = factors.before[-1], factors.after[-1]
+    tokens = scratch.tokens
+    write_rows(tokens.query.at[head], tpu_chunk.scale_runs(d_query, before), layout)
+    write_rows(tokens.erase.at[head], tpu_chunk.scale_runs(d_erase, before), layout)
+    write_rows(tokens.key.at[head], tpu_chunk.scale_runs(d_key, after), layout)
+    write_rows(scratch.d_decay.at[head], d_decay, layout)
+    scratch.d_state[head] = (
+        d_state * factors.total + dot(d_o, query, TN) - dot(d_written, erase, TN)
+    )
+
+
+def level_gradients(
+    plan: Plan, scratch: Scratch, head: int, number: int, d_query_scores: Array,
+    d_erase_scores: Array,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Dx [C, K], q's upper rows then b k's, and Dk [C, K], of masked upper rows [C/2, C] each."""
+    d_level = plan.layout.split(jnp.concatenate([d_query_scores, d_erase_scores], 0))
+    left = read_parts(scratch.tokens.left.at[head, number])
+    right = read_parts(scratch.tokens.right.at[head, number])
+    return dot(d_level, right, NN), dot(d_level, left, TN)
+
+
+def undo_high_levels(plan: Plan, scratch: Scratch, factors, head: int) -> None:
+    layout, tokens = plan.layout, scratch.tokens
+    half_rows = layout.chunk // 2
+    squares = [read_rows(x.at[head], layout) for x in (scratch.square, scratch.square2)]
+    accumulators = (tokens.query, tokens.erase, tokens.key, scratch.d_decay)
+    d_query, d_erase, d_key, d_decay = (read_rows(x.at[head], layout) for x in accumulators)
+    for level in reversed(range(HIGH_LEVELS)):
+        number, half = layout.low_levels + level, layout.run << level
+        mask = tpu_chunk.high_level_mask(layout.chunk, 1 << level)
+        chosen = [jnp.where(mask, upper(x, half), 0.0) for x in squares]
+        d_rows, d_keys = level_gradients(plan, scratch, head, number, *chosen)
+        left = join(read_parts(tokens.left.at[head, number]))
+        right = join(read_parts(tokens.right.at[head, number]))
+        products = left * d_rows
+        zeros = jnp.zeros((half_rows, layout.key_size), jnp.float32)
+        d_decay = (
+            d_decay
+            - right * d_keys
+            + interleave(zeros, products[:half_rows] + products[half_rows:], half)
+        )
+        d_q, d_e = (interleave(zeros, d_rows[n : n + half_rows], half) for n in (0, half_rows))
+        if level:
+            d_q, d_e = (tpu_chunk.scale_runs(x, factors.before[level]) for x in (d_q, d_e))
+            d_keys = tpu_chunk.scale_runs(d_keys, factors.after[level])
+        d_query, d_erase, d_key = d_query + d_q, d_erase + d_e, d_key + d_keys
+    for ref, x in zip(accumulators, (d_query, d_erase, d_key, d_decay), strict=True):
+        write_rows(ref.at[head], x, layout)
+
+
+def undo_low_levels(plan: Plan, scratch: Scratch, totals: list[Array], head: int) -> None:
+    layout, tokens = plan.layout, scratch.tokens
+    half_rows = layout.chunk // 2
+    squares = [read_steps(x.at[head], layout) for x in (scratch.square, scratch.square2)]
+    accumulators = (tokens.query, tokens.erase, tokens.key, scratch.d_decay)
+    d_query, d_erase, d_key, d_decay = (read_steps(x.at[head], layout) for x in accumulators)
+    d_decay_keys = jnp.zeros((layout.chunk, layout.key_size), jnp.float32)  # in order
+    for level in reversed(range(layout.low_levels)):
+        half = SUBLANES << level
+        mask = tpu_chunk.low_level_mask(layout.chunk, 1 << level)
+        chosen = [jnp.where(mask, upper(x, half), 0.0) for x in squares]
+        d_rows, d_keys = level_gradients(plan, scratch, head, level, *chosen)
+        products = join(read_parts(tokens.left.at[head, level])) * d_rows
+        d_decay = add_upper(d_decay, products[:half_rows] + products[half_rows:], half)
+        d_query = add_upper(tpu_chunk.climb_rows(d_query, totals, level), d_rows[:half_rows], half)
+        d_erase = add_upper(tpu_chunk.climb_rows(d_erase, totals, level), d_rows[half_rows:], half)
+        right = join(read_parts(tokens.right.at[head, level]))
+        d_decay_keys = d_decay_keys + right * d_keys
+        write_rows(scratch.swap.at[head], d_keys, layout)
+        d_keys = read_steps(scratch.swap.at[head], layout)
+        d_key = tpu_chunk.climb_keys(d_key, totals, level)
+        d_key = interleave(lower(d_key, half) + lower(d_keys, half), upper(d_key, half), half)
+    write_rows(scratch.swap.at[head], d_decay_keys, layout)
+    d_decay = d_decay - read_steps(scratch.swap.at[head], layout)
+    d_decay = tpu_chunk.suffix_sums(d_decay, scratch.edge[head])
+    for ref, x in zip(accumulators, (d_query, d_erase, d_key, d_decay), strict=True):
+        write_steps(ref.at[head], x, layout)
+
+
+def add_upper(x: Array, y: Array, half: int) -> Array:
+    """x [C, K] plus y [C/2, K] in its upper rows."""
+    return interleave(lower(x, half), upper(x, half) + y, half)
+
+
+def join(parts: tuple[Array, ...]) -> Array:
+    """The float32 value that an operand stands for."""
+    total = parts[-1].astype(jnp.float32)
+    for part in reversed(parts[:-1]):
+        total = total + part.astype(jnp.float32)
+    return total
+
+
+def finish(
+    plan: Plan, chunk: Chunk, inputs: InputRefs, outputs: OutputRefs, scratch: Scratch, head: int
+) -> None:
+    """The gradients of q, k, g, b, through their activation."""
+    layout, tokens = plan.layout, scratch.tokens
+    raw = tpu_tokens.raw_keys(plan, inputs, head, chunk)
+    (q, k, _, b), pull = jax.vjp(lambda *raw: tpu_tokens.activate_keys(plan, chunk, *raw), *raw)
+    decay = read_rows(tokens.decay.at[head], layout)
+    square = read_rows(scratch.square.at[head], layout)
+    identity = tpu_chunk.identity(layout.chunk)
+    d_diagonal = jnp.sum(jnp.where(identity, square, 0.0), 1, keepdims=True)  # [C, 1]
+    d_erase = read_rows(tokens.erase.at[head], layout) * decay
+    d_q = read_rows(tokens.query.at[head], layout) * decay + d_diagonal * k
+    d_k = read_rows(tokens.key.at[head], layout) + d_erase * b + d_diagonal * q
+    d_g = read_rows(scratch.d_decay.at[head], layout)
+    if chunk.starts is not None:
+        d_g = jnp.where(chunk.starts, 0.0, d_g)  # nothing passes a segment's start
+    gradients = pull((d_q, d_k, d_g, d_erase * k))
+    columns = plan.key_columns(head)
+    for ref, x in zip((outputs.q, outputs.k, outputs.g, outputs.b), gradients[:4], strict=True):
+        ref[0, :, columns] = x.astype(ref.dtype)
+    if plan.projections is not None:
+        scratch.d_log_rate[head] += gradients[4]
+        scratch.d_bias[head] += gradients[5]
+
+
+def backward(
+    plan: Plan, arrays: InputArrays, d_o: Array, states: Array, inverses: Array, d_state: Array
+) -> tuple[Array | None, ...]:
+    """Gradients of q, k, v, g, b, w in their dtypes, of the initial state in float32, and with
+    projections those of log_rate and bias [B, 1, H K] for each batch element, else None.
+
+    states, inverses: what `tpu_forward.forward` saved; d_o [B, T, H V];
+    d_state [B, H G, K, V / G] float32.
+    """
+    chunks = inverses.shape[1]
+    batch, _, width = arrays.q.shape
+    groups = width // (plan.heads * plan.layout.key_size)
+    specs = tpu_tokens.BlockSpecs(plan, lambda n: chunks - 1 - n)
+    inputs, input_specs = specs.inputs(arrays)
+    inputs += [d_o, states, inverses, d_state]
+    input_specs += [
+        specs.values(),
+        specs.per_chunk(*states.shape[3:]),
+        specs.per_chunk(*inverses.shape[3:]),
+        specs.state(),
+    ]
+    keys, values = specs.keys(), specs.values()
+    out_specs = [keys, keys, values, keys, keys, values, specs.state()]
+    out_shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*arrays[:6], d_state)]
+    if plan.projections is not None:
+        row = jax.ShapeDtypeStruct((batch, 1, width), jnp.float32)
+        out_specs += [specs.batch_row()] * 2
+        out_shapes += [row] * 2
+    scratch_shapes = backward_scratch(plan)
+
+    def body(*refs):
+        named, rest = specs.name_inputs(refs[: -len(scratch_shapes)])
+        scratch = refs[-len(scratch_shapes) :]
+        outputs = OutputRefs(*[*rest[4:], None, None][:9])
+        scratch = Scratch(TokenScratch(*scratch[:6]), *scratch[6:])
+        backward_body(plan, named, SavedRefs(*rest[:4]), outputs, scratch)
+
+    results = pl.pallas_call(
+        body,
+        grid=(batch, groups, chunks),
+        in_specs=input_specs,
+        out_specs=out_specs,
+        out_shape=out_shapes,
+        scratch_shapes=scratch_shapes,
+        compiler_params=tpu_tokens.compiler_params(),
+        name="gdn2_backward",
+        interpret=plan.layout.interpret,
+    )(*inputs)
+    return (*results, None, None)[:9]
+
+
+def backward_scratch(plan: Plan) -> list:
+    layout, heads = plan.layout, plan.heads
+    square = pltpu.VMEM((heads, *layout.padded(layout.chunk)), jnp.float32)
+    padded = pltpu.VMEM((heads, *layout.padded(layout.key_size)), jnp.float32)
+    row = pltpu.VMEM((heads, 1, layout.key_size), jnp.float32)
+
+    def operand(*shape):
+        return pltpu.VMEM((heads, *shape), layout.operand_dtype)
+
+    values = operand(layout.stored_parts, layout.chunk, layout.value_size)
+    return [
+        *tpu_tokens.token_scratch(plan, layout.low_levels + HIGH_LEVELS),
+        operand(3, layout.stored_parts, layout.chunk, layout.key_size),
+        square,
+        square,
+        values,
+        values,
+        padded,
+        padded,
+        row,
+        pltpu.VMEM((heads, layout.value_size, layout.key_size), jnp.float32),
+        row,
+        row,
+    ]
