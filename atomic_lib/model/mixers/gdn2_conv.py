@@ -74,18 +74,17 @@ class GDN2Conv(nnx.Module):
         self, x: Array, context: TokenContext, state: GDN2ConvState | None
     ) -> tuple[Array, GDN2ConvState | None]:
         """x [B, T, D] -> (y [B, T, D], new state)."""
-        mixed, tails = [], []
-        for name in ("q", "k", "v"):
-            tail = None if state is None else getattr(state, f"{name}_tail")
-            convolve = getattr(self, f"{name}_conv")
-            signal, tail = convolve(getattr(self, name)(x), tail, context)
-            mixed.append(split_heads(signal, self.heads))
-            tails.append(tail)
+        tails = (None, None, None) if state is None else state[1:]
+        # [B, T, H K] each
+        q, q_tail = self.q_conv(self.q(x), tails[0], context)
+        k, k_tail = self.k_conv(self.k(x), tails[1], context)
+        v, v_tail = self.v_conv(self.v(x), tails[2], context)
+        q, k, v = (split_heads(part, self.heads) for part in (q, k, v))
         gates = (self.decay_up(self.decay_down(x)), self.b(x), self.w(x))
         # [B, T, H, K] each
         g, b, w = (close_on_padding(split_heads(gate, self.heads), context.valid) for gate in gates)
         o, memory = gdn2_from_projections(
-            *mixed, g, b, w,
+            q, k, v, g, b, w,
             A_log=self.A_log[...],
             dt_bias=self.dt_bias[...].reshape(self.heads, self.head_dim),
             initial_state=None if state is None else state.memory,
@@ -95,4 +94,4 @@ class GDN2Conv(nnx.Module):
         gate = split_heads(self.gate_up(self.gate_down(x)), self.heads)
         gated = self.out_norm(o) * jax.nn.sigmoid(gate)
         y = self.o(gated.reshape(*x.shape[:2], -1))
-        return y, None if state is None else GDN2ConvState(memory, *tails)
+        return y, None if state is None else GDN2ConvState(memory, q_tail, k_tail, v_tail)
