@@ -217,7 +217,14 @@ class Loop:
     def _evaluate(self) -> None:
         self._drain()
         began = self.budget.clock()
-        values = self.validation.run(self.state.params, self.record.evaluation_progress(self.step))
+        tell = self.record.evaluation_progress(self.step)
+
+        def progress(done: int, total: int) -> None:
+            tell(done, total)
+            if self.signals.requested:  # an evaluation takes longer than a machine's grace
+                self._interrupt(self.signals.requested)
+
+        values = self.validation.run(self.state.params, progress)
         self.budget.evaluation_seconds = self.budget.clock() - began
         self.record.eval_row(self.step, values, elapsed_seconds=self.budget.elapsed())
 

@@ -251,3 +251,27 @@ def test_an_interrupt_saves_first_and_leaves_the_handlers_as_they_were(tmp_path,
     result = train(open_run(tmp_path / "run", config), config, dataset)
     assert result.resumed_from_step == 6
     assert numbers(tmp_path / "run") == numbers(whole)
+
+
+class InterruptedEvaluation(Faulty):
+    """A dataset during whose second evaluation SIGINT arrives."""
+
+    evaluations = 0
+
+    def validation_batches(self, *sizes, **limits):
+        self.evaluations += 1
+        for batch in self._dataset.validation_batches(*sizes, **limits):
+            if self.evaluations == 2:
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+
+def test_an_interrupt_does_not_wait_for_the_evaluation(tmp_path, dataset, whole):
+    config = make_config()
+    run = open_run(tmp_path / "run", config)
+    with pytest.raises(TrainingInterrupted, match="SIGINT stopped training at step 5"):
+        train(run, config, InterruptedEvaluation(dataset, None))
+    assert [row["step"] for row in run.metrics.rows() if row["kind"] == "eval"] == [0]
+    result = train(open_run(tmp_path / "run", config), config, dataset)
+    assert result.resumed_from_step == 5
+    assert numbers(tmp_path / "run") == numbers(whole)
