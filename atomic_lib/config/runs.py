@@ -46,18 +46,19 @@ class PreflightConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelAuditConfig(RunConfig):
-    """How large the kernel audit is. Shapes are [batch_size, sequence_length, heads, head_dim]."""
+    """How large the kernel audit is. Inputs are [batch_size, sequence_length, heads, head_dim]."""
 
-    batch_size: int = 1
-    sequence_length: int = 512
-    heads: int = 2
-    head_dim: int = 128
-    repeats: int = 5  # timed calls of each function; the table shows the median
-    compile_for_tpu: bool = False  # also compile for v5e and read the schedule (needs libtpu)
+    sequence_length: int = 512  # tokens, also of the accuracy and causality checks
+    head_dim: int = 128  # of keys and values
+    batch_size: int = 1  # of the timed calls
+    heads: int = 2  # of the timed calls
+    repeats: int = 5  # timed calls of each function; the table shows their median
+    compile_for_tpu: bool = False  # also compile for v5e and read the schedules (needs libtpu)
 
     def __post_init__(self):
         super().__post_init__()
-        _require_positive(self, "batch_size", "sequence_length", "heads", "head_dim", "repeats")
+        _require_positive(self, "batch_size", "heads", "head_dim", "repeats")
+        _require(self.sequence_length >= 32, "sequence_length", self.sequence_length, "at least 32")
 
 
 @dataclass(frozen=True, kw_only=True)

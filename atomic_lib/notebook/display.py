@@ -31,9 +31,10 @@ def format_value(value: Any) -> str:
 
 
 def show_table(rows: Sequence[Mapping[str, Any]], caption: str) -> None:
-    """Shows `rows` (all with the first row's keys) as a Markdown table under a bold caption."""
+    """Shows `rows` (all with the first row's keys) as a Markdown table, or that there are none."""
     if not rows:
-        raise ValueError(f"show_table: {caption!r} has no rows")
+        display(Markdown(f"**{caption}**: none"))
+        return
     names = list(rows[0])
     numeric = [all(_is_number(row.get(name)) for row in rows) for name in names]
     lines = [

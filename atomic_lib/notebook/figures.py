@@ -76,6 +76,32 @@ def position_curves(evaluation: Mapping[str, Any]) -> Figure:
     return figure
 
 
+def accuracy_figure(accuracy: Mapping[str, Any]) -> Figure:
+    """Error of each input and quantity beside its limit, a panel a precision, logarithmic.
+
+    `accuracy` is the content of accuracy.json. Inputs that miss their limit are drawn as crosses.
+    """
+    rows = accuracy["rows"]
+    precisions = list(dict.fromkeys(row["precision"] for row in rows))
+    quantities = list(dict.fromkeys(row["quantity"] for row in rows))
+    figure = Figure(figsize=(3.2 * len(precisions), 4.0), layout="constrained")
+    panels = figure.subplots(1, len(precisions), sharey=True, squeeze=False)[0]
+    for axes, precision in zip(panels, precisions, strict=True):
+        for row in (row for row in rows if row["precision"] == precision):
+            place = quantities.index(row["quantity"])
+            colour = COLOURS["validation" if row["hard"] else "train"]
+            error = row["relative RMS"]
+            if error:  # an exact zero has no place on a logarithmic axis
+                axes.plot(error, place, "o" if row["passed"] else "x", color=colour, ms=4)
+            axes.plot(row["limit"], place, "|", color="black", ms=14)
+        axes.set(xscale="log", title=precision, xlabel="relative RMS error")
+        _plain(axes)
+    panels[0].set_yticks(range(len(quantities)), quantities)
+    panels[0].invert_yaxis()
+    figure.suptitle("blue: easy inputs; orange: hard inputs; bar: limit", fontsize=9)
+    return figure
+
+
 def _plain(axes: Axes) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
