@@ -14,6 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ACCELERATOR_FILES = ("/dev/accel0", "/dev/vfio/0", "/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd")
+COMPILATION_CACHE = ".cache/jax"
 HOSTED_NOTEBOOKS = ("/kaggle/working", "/content")
 
 
@@ -69,6 +70,8 @@ def prepare_environment(root: Path) -> list[str]:
     On Kaggle and Colab it installs what requirements.txt asks for and the image lacks (nothing
     that already matches is touched). Elsewhere it refuses with the command to run. Without an
     accelerator it sets JAX_PLATFORMS=cpu, because an installed libtpu would print start-up errors.
+    Compiled programs are kept in the root's .cache/jax, so that a notebook does not compile again
+    what an earlier one or an earlier session has compiled. What is already set stays.
 
     Raises RuntimeError if packages are missing, or have to change after jax was imported.
     """
@@ -88,4 +91,6 @@ def prepare_environment(root: Path) -> list[str]:
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *unmet], check=True)
     if not accelerator_present():
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if os.access(root, os.W_OK):
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(root) / COMPILATION_CACHE))
     return unmet
