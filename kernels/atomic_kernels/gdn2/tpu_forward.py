@@ -56,6 +56,7 @@ class Scratch(NamedTuple):
     leaf_scores: object  # [C, C] L within runs, step after step
     cross_scores: object  # [3, parts, C/2, C] L between runs, upper runs of each level
     inverse: object  # padded [C, C] A
+    written: object  # [parts, C, V] R, then Vn
     state: object  # [V, K] S^T
 
 
@@ -81,7 +82,11 @@ def forward_body(plan: Plan, save: bool, input_refs, state_ref, output_refs, scr
             states_ref[0, 0, head] = scratch.state[head]
             inverse = read_rows(scratch.inverse.at[head], layout)
             inverses_ref[0, 0, head] = inverse.astype(inverses_ref.dtype)
-        o = advance(plan, chunk, input_refs, scratch, factors[head], head)
+        read_erased(plan, chunk, input_refs, scratch, factors[head], head)
+    for head in range(plan.heads):
+        solve(layout, scratch, head)
+    for head in range(plan.heads):
+        o = advance(layout, scratch, factors[head], head)
         o_ref[0, :, plan.value_columns(head)] = o.astype(o_ref.dtype)
 
     @pl.when(number == pl.num_programs(2) - 1)
@@ -179,20 +184,35 @@ def climb_ladder(plan: Plan, scratch: Scratch) -> None:
             write_rows(ref, inverse, layout, changed)
 
 
-def advance(
+def read_erased(
     plan: Plan, chunk, input_refs: InputRefs, scratch: Scratch, factors, head: int
-) -> Array:
-    """O [C, V] of a head; its state goes on by one chunk."""
+) -> None:
+    """R = w*v - Kb S."""
     layout, split = plan.layout, plan.layout.split
-    query, erase, key = tpu_tokens.chunk_operands(scratch.tokens, head, factors, layout)
-    state = scratch.state[head]  # [V, K]
-    read = dot(split(jnp.concatenate([erase, query], 0)), split(state), NT)  # [2C, V]
-    v, w = tpu_tokens.activate_values(plan, *tpu_tokens.raw_values(plan, input_refs, head, chunk))
-    written = w * v - read[: layout.chunk]  # [C, V] R
-    inverse = split(read_rows(scratch.inverse.at[head], layout))
-    new_values = split(dot(inverse, split(written), NN))  # [C, V] Vn
+    rows = read_rows(scratch.tokens.erase.at[head], layout)
+    erase = tpu_chunk.scale_runs(rows, factors.before[-1])
+    raw = tpu_tokens.raw_values(plan, input_refs, head, chunk)
+    v, w = tpu_tokens.activate_values(plan, *raw)
+    written = w * v - dot(split(erase), split(scratch.state[head]), NT)  # [C, V]
+    write_parts(scratch.written.at[head], slice(None), split(written))
+
+
+def solve(layout: Layout, scratch: Scratch, head: int) -> None:
+    """Vn = A R, in R's place."""
+    inverse = layout.split(read_rows(scratch.inverse.at[head], layout))
+    new_values = dot(inverse, read_parts(scratch.written.at[head]), NN)  # [C, V]
+    write_parts(scratch.written.at[head], slice(None), layout.split(new_values))
+
+
+def advance(layout: Layout, scratch: Scratch, factors, head: int) -> Array:
+    """O = Qt S + Aqk Vn [C, V]; S goes on by one chunk."""
+    split, tokens = layout.split, scratch.tokens
+    query = tpu_chunk.scale_runs(read_rows(tokens.query.at[head], layout), factors.before[-1])
+    key = tpu_chunk.scale_runs(read_rows(tokens.key.at[head], layout), factors.after[-1])
     scores = split(read_rows(scratch.query_scores.at[head], layout))
-    o = read[layout.chunk :] + dot(scores, new_values, NN)
+    new_values = read_parts(scratch.written.at[head])
+    state = scratch.state[head]  # [V, K]
+    o = dot(split(query), split(state), NT) + dot(scores, new_values, NN)
     scratch.state[head] = state * factors.total + dot(new_values, split(key), TN)
     return o
 
@@ -265,5 +285,8 @@ def forward_scratch(plan: Plan) -> list:
             (heads, HIGH_LEVELS, parts, layout.chunk // 2, layout.chunk), layout.operand_dtype
         ),
         square,
+        pltpu.VMEM(
+            (heads, layout.stored_parts, layout.chunk, layout.value_size), layout.operand_dtype
+        ),
         pltpu.VMEM((heads, layout.value_size, layout.key_size), jnp.float32),
     ]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pure functions of the TPU kernels, one chunk at a time, against float64 arithmetic.
+
+Protected: the level scheme (decays between every pair of tokens, local and never from differences
+of long sums), the inverse of the leaves on keys that point the same way, and the reverse sums.
+The oracles are numpy formulas over pairs of tokens and numpy's inverse: they share no code and no
+order of operations with the kernels. Float32 tolerances: products of at most 7 factors and sums of
+at most 128 terms, each rounded by 6e-8, with room for the condition of the inverse.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from atomic_kernels.gdn2 import tpu_chunk
+from atomic_kernels.gdn2.tpu_layout import NN, NT, SUBLANES, Layout, dot, interleave, lower, upper
+
+CHUNK = 128
+FACTOR_LIMIT = 2e-6
+INVERSE_LIMIT = 5e-6
+SUM_LIMIT = 2e-6
+LAYOUT = Layout(chunk=CHUNK, key_size=128, value_size=128, parts=1, interpret=True)
+RUN = LAYOUT.run
+
+
+def by_steps(x: np.ndarray) -> np.ndarray:
+    """Rows in order -> rows by steps."""
+    return x.reshape(SUBLANES, RUN, -1).swapaxes(0, 1).reshape(x.shape)
+
+
+def in_order(x: np.ndarray) -> np.ndarray:
+    return x.reshape(RUN, SUBLANES, -1).swapaxes(0, 1).reshape(x.shape)
+
+
+def log_decays(kind: str, width: int) -> np.ndarray:
+    generator = np.random.default_rng(3)
+    g = -np.exp(generator.standard_normal((CHUNK, width)) - 2.0)
+    if kind == "spikes":
+        g[::37] = -1736.0
+    if kind == "zero":
+        g[:] = 0.0
+    return g
+
+
+def relative(found: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.max(np.abs(found - wanted)) / np.max(np.abs(wanted)))
+
+
+@pytest.mark.parametrize("kind", ["mild", "spikes", "zero"])
+def test_rows_carry_their_decay_through_the_levels(kind: str):
+    """Rows of ones through all levels: every pair's factor, and exp(gc) and exp(gc_last - gc)."""
+    g = log_decays(kind, 128)
+    decay = jnp.asarray(by_steps(np.exp(g)), jnp.float32)
+    totals = tpu_chunk.block_totals(decay)
+    rows, keys = decay, jnp.ones_like(decay)
+    sums = np.concatenate([np.zeros((1, g.shape[1])), np.cumsum(g, 0)])
+    for level in range(LAYOUT.low_levels):
+        half = 1 << level
+        order = by_steps(np.arange(CHUNK)[:, None])[:, 0]
+        for i, row in zip(order, np.asarray(rows), strict=True):
+            if i & half:  # from the upper half's start to i
+                start = i & ~(half - 1)
+                wanted = np.exp(np.sum(g[start : i + 1], 0))
+                np.testing.assert_allclose(row, wanted, rtol=FACTOR_LIMIT, atol=1e-30)
+        rows = tpu_chunk.climb_rows(rows, totals, level)
+        keys = tpu_chunk.climb_keys(keys, totals, level)
+    factors = jax.jit(tpu_chunk.run_factors)(totals[-1])
+    rows = tpu_chunk.scale_runs(jnp.asarray(in_order(np.asarray(rows))), factors.before[-1])
+    keys = tpu_chunk.scale_runs(jnp.asarray(in_order(np.asarray(keys))), factors.after[-1])
+    suffix = np.stack([np.sum(g[t + 1 :], 0) for t in range(CHUNK)])
+    np.testing.assert_allclose(rows, np.exp(sums[1:]), rtol=1e-5, atol=1e-30, err_msg="exp(gc)")
+    np.testing.assert_allclose(keys, np.exp(suffix), rtol=1e-5, atol=1e-30, err_msg="to the end")
+    np.testing.assert_allclose(factors.total[0], np.exp(sums[-1]), rtol=1e-5, atol=1e-30)
+
+
+def test_masks_cover_every_pair_once():
+    """The union of the levels' masks is the strict lower triangle, each pair in one level."""
+    count = np.zeros((CHUNK, CHUNK), int)
+    tokens = by_steps(np.arange(CHUNK)[:, None])
+    for level in range(LAYOUT.low_levels):
+        mask = np.asarray(tpu_chunk.low_level_mask(CHUNK, 1 << level))
+        rows = np.asarray(upper(jnp.asarray(tokens), SUBLANES << level))[:, 0]
+        count[rows] += mask
+    for level in range(3):
+        mask = np.asarray(tpu_chunk.high_level_mask(CHUNK, 1 << level))
+        rows = np.asarray(upper(jnp.arange(CHUNK)[:, None], RUN << level))[:, 0]
+        count[rows] += mask
+    np.testing.assert_array_equal(count, np.tril(np.ones((CHUNK, CHUNK), int), -1))
+
+
+@pytest.mark.parametrize("mean_cosine", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("heads", [1, 6])
+def test_leaf_inverses_are_exact_for_correlated_keys(mean_cosine: float, heads: int):
+    """b = 2 and no decay: the hardest scores; heads differ, so a mixed-up lane shows."""
+    generator = np.random.default_rng(int(10 * mean_cosine) + heads)
+    block = np.arange(CHUNK) // RUN
+    all_scores, wanted = [], []
+    for _ in range(heads):
+        shared = generator.standard_normal(128)
+        keys = np.sqrt(1 - mean_cosine) * generator.standard_normal((CHUNK, 128))
+        keys = keys + np.sqrt(mean_cosine) * shared
+        keys /= np.linalg.norm(keys, axis=1, keepdims=True)
+        scores = np.tril(2.0 * keys @ keys.T, -1) * (block[:, None] == block[None])
+        scores = scores.astype(np.float32)
+        all_scores.append(jnp.asarray(by_steps(scores)))
+        wanted.append(np.linalg.inv(np.eye(CHUNK) + scores.astype(np.float64)))
+    for head, found in enumerate(tpu_chunk.leaf_inverses(all_scores, LAYOUT)):
+        error = relative(in_order(np.asarray(found)), wanted[head])
+        assert error < INVERSE_LIMIT, f"head {head}: {error}"
+
+
+def test_suffix_sums_run_over_steps_and_runs():
+    x = np.random.default_rng(1).standard_normal((CHUNK, 128))
+    after = np.arange(128.0)[None]
+    found = jax.jit(tpu_chunk.suffix_sums)(
+        jnp.asarray(by_steps(x), jnp.float32), jnp.asarray(after, jnp.float32)
+    )
+    wanted = np.flip(np.cumsum(np.flip(x, 0), 0), 0) + after
+    assert relative(in_order(np.asarray(found)), wanted) < SUM_LIMIT
+
+
+@pytest.mark.parametrize("half", [8, 16, 64])
+def test_halves_interleave_back(half: int):
+    x = jnp.arange(CHUNK * 4.0).reshape(CHUNK, 4)
+    np.testing.assert_array_equal(interleave(lower(x, half), upper(x, half), half), x)
+    assert upper(x, half)[0, 0] == half * 4
+
+
+@pytest.mark.parametrize(("parts", "limit"), [(1, 6e-3), (2, 2e-5), (0, 1e-6)])
+def test_operand_parts_reach_their_precision(parts: int, limit: float):
+    """One bfloat16 pass errs by 2^-9 of an operand, three by 2^-17, float32 by its own rounding."""
+    generator = np.random.default_rng(0)
+    a, b = generator.standard_normal((2, CHUNK, CHUNK)).astype(np.float32)
+    layout = Layout(chunk=CHUNK, key_size=128, value_size=128, parts=parts, interpret=True)
+    for name, transposed in ((NN, b), (NT, b.T)):
+        found = dot(layout.split(jnp.asarray(a)), layout.split(jnp.asarray(transposed)), name)
+        wanted = a.astype(np.float64) @ b
+        error = np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2))
+        assert found.dtype == jnp.float32
+        assert error < limit
+        assert parts == 0 or error > limit / 100, "operands were not rounded"
