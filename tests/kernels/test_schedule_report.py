@@ -9,6 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from atomic_kernels.schedule import ScheduleReport, ScheduleUnavailableError, require_compiler
@@ -198,6 +203,28 @@ def test_targets_are_found_by_module_and_by_file(tmp_path):
     assert load_factory("json:dumps") is json.dumps
     (tmp_path / "cases.py").write_text("def case():\n    return 7\n")
     assert load_factory(f"{tmp_path}/cases.py:case")() == 7
+
+
+def test_the_worker_ends_when_its_parent_is_gone():
+    child = (
+        "import os, sys, time; from atomic_kernels.schedule.worker import end_with_parent;"
+        "end_with_parent(os.getppid(), every_seconds=0.05); print(os.getpid(), flush=True);"
+        "time.sleep(60)"
+    )
+    parent = (
+        "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', sys.argv[1]],"
+        "stdout=subprocess.PIPE, text=True); print(child.stdout.readline().strip())"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", parent, child],
+        capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    process = int(finished.stdout)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{process}").exists()
 
 
 def test_command_line_arguments_are_json_or_words():

@@ -13,7 +13,9 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
+import os
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -85,8 +87,20 @@ def _memory(stats: Any) -> dict[str, int]:
     return {f"{name}_bytes": int(getattr(stats, f"{name}_size_in_bytes")) for name in names}
 
 
+def end_with_parent(parent: int, *, every_seconds: float = 2.0) -> None:
+    """Ends this process soon after its parent is gone: nobody reads a compile of minutes then."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(every_seconds)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main(request_path: str, result_path: str) -> int:
     """Writes the result, or the error with its kind and traceback, to `result_path`."""
+    end_with_parent(os.getppid())
     request = json.loads(Path(request_path).read_text())
     try:
         result = compile_request(request)
