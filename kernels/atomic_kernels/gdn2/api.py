@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from atomic_kernels.gdn2 import checks, xla
-from atomic_kernels.gdn2.arithmetic import DOT_PRECISIONS, Arithmetic, default_precision
+from atomic_kernels.gdn2.arithmetic import DOT_PRECISIONS, default_precision
 from atomic_kernels.gdn2.chunk import Inputs
 from atomic_kernels.gdn2.gates import Projections
 from atomic_kernels.gdn2.reference import gdn2_reference
@@ -227,7 +227,7 @@ def _run_xla(inputs, projections, gate_parameters, initial_state, segment_ids, s
         scale=float(scale),
         chunk_size=choice.chunk_size,
         chunks_at_once=1,
-        arithmetic=Arithmetic(precision=DOT_PRECISIONS[choice.precision]),
+        precision=DOT_PRECISIONS[choice.precision],
         projections=projections,
     )
     # The value heads of a key head become further columns of V: [B, T, Hv, V] -> [B, T, H, G V].

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from atomic_kernels.gdn2 import chunk
-from atomic_kernels.gdn2.arithmetic import Arithmetic
+from atomic_kernels.gdn2.arithmetic import DotPrecision
 from atomic_kernels.gdn2.chunk import Inputs
 from atomic_kernels.gdn2.gates import Projections
 
@@ -31,7 +31,7 @@ class Plan:
     scale: float
     chunk_size: int
     chunks_at_once: int
-    arithmetic: Arithmetic
+    precision: DotPrecision
     projections: Projections | None = None  # how raw inputs are activated, None if they are not
 
 
@@ -77,10 +77,10 @@ def _run_forward(plan, inputs, gate_parameters, initial_state, segment_ids, *, s
     groups = _Groups(plan, inputs, gate_parameters, segment_ids)
 
     def prepare(segments, values):
-        return chunk.prepare(values.q, values.k, values.g, values.b, segments, plan.arithmetic)
+        return chunk.prepare(values.q, values.k, values.g, values.b, segments, plan.precision)
 
     def forward(segments, state, values, prepared):
-        return chunk.forward(state, values.v, values.w, prepared, segments, plan.arithmetic)
+        return chunk.forward(state, values.v, values.w, prepared, segments, plan.precision)
 
     def group_step(state, index):
         segments = groups.segments(index)
@@ -105,23 +105,23 @@ def _run_forward(plan, inputs, gate_parameters, initial_state, segment_ids, *, s
 def _run_backward(plan, inputs, gate_parameters, segment_ids, saved, d_o, d_state):
     """The gradients of the inputs, the gate parameters and the initial state."""
     groups = _Groups(plan, inputs, gate_parameters, segment_ids)
-    arithmetic = plan.arithmetic
+    precision = plan.precision
     d_o = groups.pad(d_o)
     gate_parameters32 = jax.tree.map(lambda x: x.astype(jnp.float32), gate_parameters)
 
     def recompute(segments, values, state, inverse):
         q, k, v, g, b, w = values
-        decays = chunk.local_decay_sums(g, arithmetic)
-        (scores,) = chunk.pair_scores((q,), k, decays, arithmetic)
+        decays = chunk.local_decay_sums(g)
+        (scores,) = chunk.pair_scores((q,), k, decays, precision)
         prepared = chunk.Prepared(
             chunk.state_factors(q, b * k, k, decays, segments),
             chunk.complete_query_scores(scores, q, k, segments),
             inverse,
         )
-        return decays, prepared, chunk.solve(state, v, w, prepared, segments, arithmetic)
+        return decays, prepared, chunk.solve(state, v, w, prepared, segments, precision)
 
     def values_gradient(d_state, d_o, prepared):
-        return chunk.backward_values(d_state, d_o, prepared, arithmetic)
+        return chunk.backward_values(d_state, d_o, prepared, precision)
 
     def inputs_gradient(
         segments, values, state, d_state, d_o, d_written, new_values, decays, factors
@@ -136,7 +136,7 @@ def _run_backward(plan, inputs, gate_parameters, segment_ids, saved, d_o, d_stat
             decays,
             factors,
             segments,
-            arithmetic,
+            precision,
         )
 
     def group_step(carry, group):
