@@ -15,9 +15,14 @@ Each level is undone in turn, from the widest (x its rows q e.. and (b k) e.., k
     dx <- dx T_lower + Dx  (upper half)     dk <- dk T_upper + Dk  (lower half)
 
 and dq = dx e + dAqk_ii k,  d(b k) = dx e,  dk = dk + d(b k) b + dAqk_ii q,  db = d(b k) k.
-The log decays get dg_t = sum over i >= t of dgc_i, where dgc is the sum of x*Dx - k*Dk over all
-levels and the state. These products use the rounded x and k that were multiplied: only then do
-the rows and columns of a level cancel, as they must, in the sum over i.
+A log decay g_t lies in the products of those upper rows i >= t and lower keys j < t of a level
+whose half block it shares, and in those of the state:
+
+    dg_t = sum over i of x_i*Dx_i + sum over j of k_j*Dk_j
+
+With gc the sum over all of them would be one reverse cumulative sum, of terms that cancel: after
+a strong decay nothing would be left of dg but rounding. These products use the rounded x and k
+that were multiplied, so that what a level's rows get and its keys get are the same sums.
 """
 
 from typing import NamedTuple
@@ -83,9 +88,11 @@ class Scratch(NamedTuple):
     square2: object  # padded [C, C] dL
     new_values: object  # [parts, C, V] Vn
     d_written: object  # [parts, C, V] dR
-    d_decay: object  # padded [C, K] dgc
+    row_decay: object  # padded [C, K] x*Dx, summed over levels
+    key_decay: object  # padded [C, K] k*Dk
+    run_decay: object  # [8, K] what all decays of a run get
+    key_steps: object  # [levels within runs, parts, C/2, K] their lower keys, by steps
     swap: object  # padded [C, K], to change between row orders
-    edge: object  # [1, K] what falls on the last row of dgc
     d_state: object  # [V, K] dS^T
     d_log_rate: object  # [1, K]
     d_bias: object  # [1, K]
@@ -142,7 +149,7 @@ def prepare(plan: Plan, chunk: Chunk, inputs: InputRefs, scratch: Scratch, head:
     decay = tpu_tokens.decay_factors(g, chunk)
     tpu_tokens.write_tokens(scratch.tokens, head, q, k, decay, b, layout)
     totals = tpu_chunk.block_totals(read_steps(scratch.tokens.decay.at[head], layout))
-    tpu_tokens.write_low_operands(scratch.tokens, head, totals, layout)
+    tpu_tokens.write_low_operands(scratch.tokens, head, totals, layout, scratch.key_steps.at[head])
     factors = tpu_chunk.run_factors(totals[-1])
     for level in range(HIGH_LEVELS):
         left, right = tpu_tokens.high_operands(scratch.tokens, head, level, factors, layout)
@@ -239,16 +246,16 @@ def undo_state(
     d_query = dot(d_o, split(state), NN)  # [C, K]
     d_erase = -dot(d_written, split(state), NN)
     d_key = dot(read_parts(scratch.new_values.at[head]), split(d_state), NN)
-    last_key = join(key) * d_key
-    d_decay = join(query) * d_query + join(erase) * d_erase - last_key
+    row_decay = join(query) * d_query + join(erase) * d_erase
     through = jnp.sum(state * d_state, 0, keepdims=True) * factors.total  # [1, K]
-    scratch.edge[head] = jnp.sum(last_key, 0, keepdims=True) + through
+    scratch.run_decay[head] = jnp.broadcast_to(through, (SUBLANES, layout.key_size))
     before, after = factors.before[-1], factors.after[-1]
     tokens = scratch.tokens
     write_rows(tokens.query.at[head], tpu_chunk.scale_runs(d_query, before), layout)
     write_rows(tokens.erase.at[head], tpu_chunk.scale_runs(d_erase, before), layout)
     write_rows(tokens.key.at[head], tpu_chunk.scale_runs(d_key, after), layout)
-    write_rows(scratch.d_decay.at[head], d_decay, layout)
+    write_rows(scratch.row_decay.at[head], row_decay, layout)
+    write_rows(scratch.key_decay.at[head], join(key) * d_key, layout)
     scratch.d_state[head] = (
         d_state * factors.total + dot(d_o, query, TN) - dot(d_written, erase, TN)
     )
@@ -269,28 +276,34 @@ def undo_high_levels(plan: Plan, scratch: Scratch, factors, head: int) -> None:
     layout, tokens = plan.layout, scratch.tokens
     half_rows = layout.chunk // 2
     squares = [read_rows(x.at[head], layout) for x in (scratch.square, scratch.square2)]
-    accumulators = (tokens.query, tokens.erase, tokens.key, scratch.d_decay)
-    d_query, d_erase, d_key, d_decay = (read_rows(x.at[head], layout) for x in accumulators)
+    accumulators = (tokens.query, tokens.erase, tokens.key, scratch.row_decay, scratch.key_decay)
+    d_query, d_erase, d_key, row_decay, key_decay = (
+        read_rows(x.at[head], layout) for x in accumulators
+    )
+    row_sums, key_sums = tpu_chunk.run_sums(row_decay), tpu_chunk.run_sums(key_decay)
+    run_decay = scratch.run_decay[head]
+    zeros = jnp.zeros((half_rows, layout.key_size), jnp.float32)
     for level in reversed(range(HIGH_LEVELS)):
         number, half = layout.low_levels + level, layout.run << level
         mask = tpu_chunk.high_level_mask(layout.chunk, 1 << level)
         chosen = [jnp.where(mask, upper(x, half), 0.0) for x in squares]
         d_rows, d_keys = level_gradients(plan, scratch, head, number, *chosen)
-        left = join(read_parts(tokens.left.at[head, number]))
-        right = join(read_parts(tokens.right.at[head, number]))
-        products = left * d_rows
-        zeros = jnp.zeros((half_rows, layout.key_size), jnp.float32)
-        d_decay = (
-            d_decay
-            - right * d_keys
-            + interleave(zeros, products[:half_rows] + products[half_rows:], half)
-        )
+        products = join(read_parts(tokens.left.at[head, number])) * d_rows
+        rows = interleave(zeros, products[:half_rows] + products[half_rows:], half)
+        keys = join(read_parts(tokens.right.at[head, number])) * d_keys  # zero in upper rows
+        run_decay = tpu_chunk.pass_down_runs(run_decay, row_sums, key_sums, 1 << level)
+        row_decay, key_decay = row_decay + rows, key_decay + keys
+        if level:
+            row_sums = row_sums + tpu_chunk.run_sums(rows)
+            key_sums = key_sums + tpu_chunk.run_sums(keys)
         d_q, d_e = (interleave(zeros, d_rows[n : n + half_rows], half) for n in (0, half_rows))
         if level:
             d_q, d_e = (tpu_chunk.scale_runs(x, factors.before[level]) for x in (d_q, d_e))
             d_keys = tpu_chunk.scale_runs(d_keys, factors.after[level])
         d_query, d_erase, d_key = d_query + d_q, d_erase + d_e, d_key + d_keys
-    for ref, x in zip(accumulators, (d_query, d_erase, d_key, d_decay), strict=True):
+    scratch.run_decay[head] = run_decay
+    found = (d_query, d_erase, d_key, row_decay, key_decay)
+    for ref, x in zip(accumulators, found, strict=True):
         write_rows(ref.at[head], x, layout)
 
 
@@ -298,34 +311,41 @@ def undo_low_levels(plan: Plan, scratch: Scratch, totals: list[Array], head: int
     layout, tokens = plan.layout, scratch.tokens
     half_rows = layout.chunk // 2
     squares = [read_steps(x.at[head], layout) for x in (scratch.square, scratch.square2)]
-    accumulators = (tokens.query, tokens.erase, tokens.key, scratch.d_decay)
-    d_query, d_erase, d_key, d_decay = (read_steps(x.at[head], layout) for x in accumulators)
-    d_decay_keys = jnp.zeros((layout.chunk, layout.key_size), jnp.float32)  # in order
+    accumulators = (tokens.query, tokens.erase, tokens.key, scratch.row_decay)
+    d_query, d_erase, d_key, row_decay = (read_steps(x.at[head], layout) for x in accumulators)
+    key_decay = read_steps(scratch.key_decay.at[head], layout)
+    decay = scratch.run_decay[head]
     for level in reversed(range(layout.low_levels)):
         half = SUBLANES << level
         mask = tpu_chunk.low_level_mask(layout.chunk, 1 << level)
         chosen = [jnp.where(mask, upper(x, half), 0.0) for x in squares]
         d_rows, d_keys = level_gradients(plan, scratch, head, level, *chosen)
-        products = join(read_parts(tokens.left.at[head, level])) * d_rows
-        d_decay = add_upper(d_decay, products[:half_rows] + products[half_rows:], half)
-        d_query = add_upper(tpu_chunk.climb_rows(d_query, totals, level), d_rows[:half_rows], half)
-        d_erase = add_upper(tpu_chunk.climb_rows(d_erase, totals, level), d_rows[half_rows:], half)
-        right = join(read_parts(tokens.right.at[head, level]))
-        d_decay_keys = d_decay_keys + right * d_keys
         write_rows(scratch.swap.at[head], d_keys, layout)
-        d_keys = read_steps(scratch.swap.at[head], layout)
-        d_key = tpu_chunk.climb_keys(d_key, totals, level)
-        d_key = interleave(lower(d_key, half) + lower(d_keys, half), upper(d_key, half), half)
-    write_rows(scratch.swap.at[head], d_decay_keys, layout)
-    d_decay = d_decay - read_steps(scratch.swap.at[head], layout)
-    d_decay = tpu_chunk.suffix_sums(d_decay, scratch.edge[head])
-    for ref, x in zip(accumulators, (d_query, d_erase, d_key, d_decay), strict=True):
+        d_keys = lower(read_steps(scratch.swap.at[head], layout), half)  # [C/2, K]
+        decay = tpu_chunk.pass_down_steps(decay, row_decay, key_decay, level)
+        products = join(read_parts(tokens.left.at[head, level])) * d_rows
+        row_decay = add_upper(row_decay, products[:half_rows] + products[half_rows:], half)
+        key_decay = add_lower(
+            key_decay, join(read_parts(scratch.key_steps.at[head, level])) * d_keys, half
+        )
+        d_query = tpu_chunk.climb_rows(d_query, totals, level)
+        d_query = add_upper(d_query, d_rows[:half_rows], half)
+        d_erase = tpu_chunk.climb_rows(d_erase, totals, level)
+        d_erase = add_upper(d_erase, d_rows[half_rows:], half)
+        d_key = add_lower(tpu_chunk.climb_keys(d_key, totals, level), d_keys, half)
+    # A block of one token: a row's product has its own decay in it, a key's has none.
+    found = (d_query, d_erase, d_key, row_decay + decay)
+    for ref, x in zip(accumulators, found, strict=True):
         write_steps(ref.at[head], x, layout)
 
 
 def add_upper(x: Array, y: Array, half: int) -> Array:
     """x [C, K] plus y [C/2, K] in its upper rows."""
     return interleave(lower(x, half), upper(x, half) + y, half)
+
+
+def add_lower(x: Array, y: Array, half: int) -> Array:
+    return interleave(lower(x, half) + y, upper(x, half), half)
 
 
 def join(parts: tuple[Array, ...]) -> Array:
@@ -350,7 +370,7 @@ def finish(
     d_erase = read_rows(tokens.erase.at[head], layout) * decay
     d_q = read_rows(tokens.query.at[head], layout) * decay + d_diagonal * k
     d_k = read_rows(tokens.key.at[head], layout) + d_erase * b + d_diagonal * q
-    d_g = read_rows(scratch.d_decay.at[head], layout)
+    d_g = read_rows(scratch.row_decay.at[head], layout)
     if chunk.starts is not None:
         d_g = jnp.where(chunk.starts, 0.0, d_g)  # nothing passes a segment's start
     gradients = pull((d_q, d_k, d_g, d_erase * k))
@@ -432,7 +452,9 @@ def backward_scratch(plan: Plan) -> list:
         values,
         padded,
         padded,
-        row,
+        pltpu.VMEM((heads, SUBLANES, layout.key_size), jnp.float32),
+        operand(layout.low_levels, layout.stored_parts, layout.chunk // 2, layout.key_size),
+        padded,
         pltpu.VMEM((heads, layout.value_size, layout.key_size), jnp.float32),
         row,
         row,

@@ -89,9 +89,7 @@ def run_factors(run_total: Array) -> RunFactors:
     half = 1
     while half < SUBLANES:
         is_upper = (run & half) != 0
-        sibling = jnp.where(
-            is_upper, pltpu.roll(total, half, 0), pltpu.roll(total, SUBLANES - half, 0)
-        )
+        sibling = _swap_runs(total, half)
         before = jnp.where(is_upper, before * sibling, before)
         after = jnp.where(is_upper, after, after * sibling)
         total = total * sibling
@@ -108,20 +106,48 @@ def scale_runs(x: Array, factor: Array) -> Array:
     return jnp.concatenate(rows, 0)
 
 
-def suffix_sums(x: Array, after: Array) -> Array:
-    """Row of token t [C, K], by steps: the sum over t and all later tokens, plus after [1, K]."""
-    steps = [x[n : n + SUBLANES] for n in range(0, x.shape[0], SUBLANES)]
-    sums = [steps.pop()]
-    while steps:
-        sums.append(steps.pop() + sums[-1])
-    run = row_numbers(*sums[-1].shape)
-    later, half = sums[-1], 1  # [8, K] sums of runs, then inclusive suffix sums over the runs
-    while half < SUBLANES:
-        rolled = pltpu.roll(later, SUBLANES - half, 0)
-        later = later + jnp.where(run < SUBLANES - half, rolled, 0.0)
-        half *= 2
-    following = jnp.where(run < SUBLANES - 1, pltpu.roll(later, SUBLANES - 1, 0), 0.0) + after
-    return jnp.concatenate([total + following for total in reversed(sums)], 0)
+def run_sums(x: Array) -> Array:
+    """Sum over each run of x [C, K] in order: [8, K]."""
+    run = x.shape[0] // SUBLANES
+    sums = [jnp.sum(x[s * run : (s + 1) * run], 0, keepdims=True) for s in range(SUBLANES)]
+    return jnp.concatenate(sums, 0)
+
+
+def step_sums(x: Array, count: int) -> Array:
+    """Sum over each `count` consecutive steps of x [R, K]: [R / count, K]."""
+    while count > 1:
+        x, count = lower(x, SUBLANES) + upper(x, SUBLANES), count // 2
+    return x
+
+
+def pass_down_runs(to_all: Array, rows: Array, keys: Array, half: int) -> Array:
+    """What the decays of each run get from all of their block of 2 half runs, [8, K] each.
+
+    A row's product starts at the block's start: an upper row's covers the whole lower half. A
+    key's ends at the block's end: a lower key's covers the whole upper half. So rows' sum over
+    the upper half falls on the lower one, keys' sum over the lower half on the upper one.
+    """
+    run = row_numbers(*rows.shape)
+    size = 1
+    while size < half:
+        rows, keys = rows + _swap_runs(rows, size), keys + _swap_runs(keys, size)
+        size *= 2
+    is_upper = (run & half) != 0
+    return to_all + jnp.where(is_upper, _swap_runs(keys, half), _swap_runs(rows, half))
+
+
+def pass_down_steps(to_all: Array, rows: Array, keys: Array, level: int) -> Array:
+    """The same within runs: to_all, 8 rows a block, gets 8 rows a half block; rows, keys [C, K]."""
+    half, count = SUBLANES << level, 1 << level
+    to_lower = to_all + step_sums(upper(rows, half), count)
+    to_upper = to_all + step_sums(lower(keys, half), count)
+    return interleave(to_lower, to_upper, SUBLANES)
+
+
+def _swap_runs(x: Array, half: int) -> Array:
+    """Row s of x [8, K] from row s ^ half."""
+    is_upper = (row_numbers(*x.shape) & half) != 0
+    return jnp.where(is_upper, pltpu.roll(x, half, 0), pltpu.roll(x, SUBLANES - half, 0))
 
 
 def low_level_mask(chunk: int, half: int) -> Array:

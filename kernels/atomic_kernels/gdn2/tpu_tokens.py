@@ -20,6 +20,7 @@ from atomic_kernels.gdn2.gates import Projections
 from atomic_kernels.gdn2.tpu_layout import (
     SUBLANES,
     Layout,
+    lower,
     read_rows,
     read_steps,
     row_numbers,
@@ -172,9 +173,12 @@ def write_tokens(
 
 
 def write_low_operands(
-    scratch: TokenScratch, head: int, totals: list[Array], layout: Layout
+    scratch: TokenScratch, head: int, totals: list[Array], layout: Layout, key_steps=None
 ) -> None:
-    """Operands of the levels within runs; leaves x and k with their products over the run."""
+    """Operands of the levels within runs; leaves x and k with their products over the run.
+
+    key_steps [levels, parts, C/2, K], if given, receives the lower rows of k once more, by steps.
+    """
     half_rows = layout.chunk // 2
     for number, ref in enumerate((scratch.query.at[head], scratch.erase.at[head])):
         x = read_steps(ref, layout)
@@ -189,6 +193,9 @@ def write_low_operands(
     for level in range(layout.low_levels):
         operand = layout.split(read_rows(ref, layout))  # [C, K]
         write_parts(scratch.right.at[head, level], slice(None), operand)
+        if key_steps is not None:
+            operand = layout.split(lower(k, SUBLANES << level))
+            write_parts(key_steps.at[level], slice(None), operand)
         k = tpu_chunk.climb_keys(k, totals, level)
         changed = tpu_chunk.numbers(layout.run, 1 << level, above=False)
         write_steps(ref, k, layout, changed)
