@@ -2,6 +2,7 @@
 """The public functions: arguments are checked, a backend is chosen once, arrays are laid out."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from atomic_kernels.gdn2.arithmetic import DOT_PRECISIONS, default_precision
 from atomic_kernels.gdn2.chunk import Inputs
 from atomic_kernels.gdn2.gates import Projections
 from atomic_kernels.gdn2.reference import gdn2_reference
+from atomic_kernels.gdn2.tpu_api import HEAD_SIZES, gdn2_tpu
+from atomic_kernels.gdn2.tpu_step import gdn2_step_tpu
 
 # Rows of a chunk on the XLA backend. Products grow with it, saved states shrink with it: 64 was
 # the fastest of 32, 64, 128 for forward and backward on a CPU (python -m atomic_kernels.bench).
@@ -161,6 +164,23 @@ def gdn2_step(
     checks.check_state("state", state, inputs, allow_float64=False)
     checks.check_decay(inputs[3])
     scale = inputs[0].shape[-1] ** -0.5 if scale is None else scale
+    return _step(float(scale), state, *inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _step(scale: float, state: Array, *inputs: Array) -> tuple[Array, Array]:
+    """The kernel where the program is compiled for a TPU, else XLA's fusion."""
+    if not set(state.shape[2:]) <= set(HEAD_SIZES):
+        return _step_xla(scale, state, *inputs)
+    return jax.lax.platform_dependent(
+        state,
+        *inputs,
+        tpu=functools.partial(gdn2_step_tpu, scale=scale),
+        default=functools.partial(_step_xla, scale),
+    )
+
+
+def _step_xla(scale: float, state: Array, *inputs: Array) -> tuple[Array, Array]:
     repeats = inputs[2].shape[1] // inputs[0].shape[1]
     q, k, g, b = (
         jnp.repeat(inputs[n].astype(jnp.float32), repeats, axis=1) for n in (0, 1, 3, 4)
@@ -172,6 +192,14 @@ def gdn2_step(
     state = state + k[..., None] * (w * v - read)[..., None, :]
     o = scale * (state * q[..., None]).sum(-2)
     return o.astype(inputs[2].dtype), state
+
+
+_step.defvjp(
+    lambda scale, *arrays: (_step(scale, *arrays), arrays),
+    lambda scale, arrays, cotangents: jax.vjp(functools.partial(_step_xla, scale), *arrays)[1](
+        cotangents
+    ),
+)
 
 
 def _run(
@@ -207,8 +235,6 @@ def _run(
         )
         return o, state
     if choice.backend == "tpu":
-        from atomic_kernels.gdn2.tpu_api import gdn2_tpu
-
         return gdn2_tpu(
             inputs, projections, gate_parameters, initial_state, segment_ids,
             scale=scale, chunk_size=choice.chunk_size, precision=choice.precision,
