@@ -20,13 +20,7 @@ from typing import Any
 from atomic_kernels.schedule.hlo import HloModule
 
 from atomic_lib.aot.costs import ProgramCosts
-from atomic_lib.aot.kernels import (
-    Kernel,
-    KernelSchedule,
-    distinct_kernels,
-    kernel_schedule,
-    save_kernels,
-)
+from atomic_lib.aot.kernels import KernelSchedule, distinct_kernels, kernel_schedules
 from atomic_lib.aot.memory import (
     ChipMemory,
     Problem,
@@ -74,25 +68,14 @@ def compile_report(
         if any("error" in found for found in facts.values()):
             return _report(config, target, facts, {}, problems)
         modules = {name: HloModule((folder / f"{name}.hlo.txt").read_text()) for name in PROGRAMS}
-        schedules = _schedules(modules, folder, target, progress)
+        kernels = distinct_kernels(modules.values())
+        progress(f"compiling {len(kernels)} kernels alone, for their schedules")
+        schedules = kernel_schedules(kernels, folder / "kernels.json", target.topology)
         programs = {
             name: _program(name, facts[name], module, target, schedules)
             for name, module in modules.items()
         }
     return _report(config, target, facts, programs, problems)
-
-
-def _schedules(
-    modules: Mapping[str, HloModule], folder: Path, target: Target, progress: Progress
-) -> dict[str, KernelSchedule]:
-    kernels: tuple[Kernel, ...] = distinct_kernels(modules.values())
-    path = folder / "kernels.json"
-    save_kernels(kernels, path)
-    schedules = {}
-    for number, kernel in enumerate(kernels, 1):
-        progress(f"kernel {number} of {len(kernels)}, {kernel.name}, alone")
-        schedules[kernel.key] = kernel_schedule(path, kernel, target.topology)
-    return schedules
 
 
 def _program(

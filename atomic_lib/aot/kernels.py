@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The static schedules of a program's Pallas kernels, each compiled by itself.
+"""The static schedules of a program's Pallas kernels, compiled without the model around them.
 
 The schedule texts of a whole model are gigabytes. So each distinct kernel is taken out of the
-compiled program (its code stands in the instruction, its operands' shapes beside it), put into a
-program of its own with `jax.ffi.ffi_call`, and compiled again with the texts kept.
+compiled program (its code stands in the instruction, its operands' shapes beside it) and called
+once, with `jax.ffi.ffi_call`, in a program that holds nothing else and whose texts are kept.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,55 +100,67 @@ def distinct_kernels(modules: Iterable[HloModule]) -> tuple[Kernel, ...]:
     return tuple(found.values())
 
 
-def kernel_program(path: str, key: str) -> tuple[Any, tuple[Any, ...]]:
-    """The function of one kernel of `save_kernels`' file and its arguments' shapes.
+def kernel_program(path: str) -> tuple[Any, tuple[Any, ...]]:
+    """A function that runs every kernel of `save_kernels`' file once, and its arguments' shapes.
 
-    `compile_schedule` calls it in the subprocess that compiles.
+    `compile_schedule` calls it in the subprocess that compiles. The name of each call holds the
+    kernel's key.
     """
     import jax
 
-    kernel = json.loads(Path(path).read_text())[key]
-    shapes = {
-        side: tuple(jax.ShapeDtypeStruct(tuple(shape), dtype) for dtype, shape in kernel[side])
-        for side in ("operands", "results")
-    }
+    kernels = json.loads(Path(path).read_text())
+
+    def shapes(arrays):
+        return tuple(jax.ShapeDtypeStruct(tuple(shape), dtype) for dtype, shape in arrays)
 
     def run(*operands):
-        return jax.ffi.ffi_call(
-            PALLAS_TARGET,
-            shapes["results"],
-            custom_call_api_version=1,
-            legacy_backend_config=kernel["configuration"],
-        )(*operands)
+        results = []
+        for kernel, own in zip(kernels, operands, strict=True):
+            call = jax.ffi.ffi_call(
+                PALLAS_TARGET,
+                shapes(kernel["results"]),
+                custom_call_api_version=1,
+                legacy_backend_config=kernel["configuration"],
+            )
+            with jax.named_scope(f"kernel_{kernel['key']}"):
+                results.append(call(*own))
+        return results
 
-    return run, shapes["operands"]
+    return run, tuple(shapes(kernel["operands"]) for kernel in kernels)
 
 
 def save_kernels(kernels: Iterable[Kernel], path: Path) -> None:
     """Writes the kernels as JSON for `kernel_program`."""
-    path.write_text(json.dumps({kernel.key: kernel.__dict__ for kernel in kernels}))
+    path.write_text(json.dumps([kernel.__dict__ for kernel in kernels]))
 
 
-def kernel_schedule(path: Path, kernel: Kernel, topology: str) -> KernelSchedule:
-    """Compiles one kernel alone and reads its schedule (10 to 60 s).
+def kernel_schedules(
+    kernels: Sequence[Kernel], path: Path, topology: str
+) -> dict[str, KernelSchedule]:
+    """Compiles the kernels without the model and reads their schedules, by key.
 
-    Raises ScheduleCompileError if it does not compile, ValueError if a loop's count is unknown.
+    `path` takes the file of `save_kernels`. Raises ScheduleCompileError if they do not compile,
+    ValueError if a loop's count is unknown.
     """
+    if not kernels:
+        return {}
+    save_kernels(kernels, path)
     report = compile_schedule(
-        "atomic_lib.aot.kernels:kernel_program",
-        arguments={"path": str(path), "key": kernel.key},
-        topology=topology,
+        "atomic_lib.aot.kernels:kernel_program", arguments={"path": str(path)}, topology=topology
     )
-    (operation,) = report.kernels
-    if operation.cycles is None:
-        raise ValueError(
-            f"kernel {kernel.name}: a loop of its schedule has no fixed trip count, so its time "
-            "cannot be predicted"
+    schedules = {}
+    for kernel in kernels:
+        found = [item for item in report.kernels if f"kernel_{kernel.key}" in item.source]
+        if len(found) != 1 or found[0].cycles is None:
+            raise ValueError(
+                f"kernel {kernel.name}: {len(found)} schedules, or a loop without a fixed trip "
+                "count; its time cannot be predicted"
+            )
+        schedules[kernel.key] = KernelSchedule(
+            key=kernel.key,
+            name=kernel.name,
+            cycles=found[0].cycles,
+            hbm_bytes=found[0].hbm_bytes,
+            vmem_bytes=found[0].vmem_bytes,
         )
-    return KernelSchedule(
-        key=kernel.key,
-        name=kernel.name,
-        cycles=operation.cycles,
-        hbm_bytes=operation.hbm_bytes,
-        vmem_bytes=operation.vmem_bytes,
-    )
+    return schedules

@@ -68,10 +68,10 @@ def main(words: Sequence[str] | None = None) -> int:
         report = compile_report(
             read_train_config(options.parameters),
             topology=options.topology,
-            progress=lambda text: errors.print(text, highlight=False),
+            progress=lambda text: errors.print(text, highlight=False, markup=False, soft_wrap=True),
         )
     except (ValueError, TypeError, OSError, AotUnavailableError, AotCompileError) as error:
-        errors.print(f"refused: {error}", highlight=False, markup=False)
+        errors.print(f"refused: {error}", highlight=False, markup=False, soft_wrap=True)
         return REFUSED
     if options.json:
         report.save(options.json)
