@@ -27,13 +27,8 @@ import sys
 from pathlib import Path
 
 here, attached = Path.cwd(), Path("/kaggle/input")
-_places = [
-    here,
-    *here.parents,
-    *here.glob("*"),
-    *attached.glob("*"),
-    *attached.glob("datasets/*/*"),
-]
+_places = [here, *here.parents, *here.glob("*")]
+_places += [*attached.glob("*"), *attached.glob("datasets/*/*")]
 root = next((place for place in _places if (place / "atomic_lib" / "__init__.py").is_file()), None)
 if root is None:
     raise FileNotFoundError(f"no atomic_lib at, above or just below {here}: clone or attach it")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from atomic_lib.data.encode import encode_documents
 from atomic_lib.data.facts import inspect_token_file

@@ -4,6 +4,7 @@
 import time
 from collections.abc import Callable
 
+from IPython import get_ipython
 from IPython.display import display
 
 from atomic_lib.notebook.display import as_image
@@ -14,7 +15,7 @@ class LiveCurves:
     """Redraws one figure in place, at most once every `period_seconds`; used as a callback.
 
     A notebook keeps one output element however long it trains, because the same display is
-    replaced. A headless run shows the finished figure only, so it makes no LiveCurves.
+    replaced. Nobody watches a headless run (papermill, nbval), so there nothing is drawn.
     """
 
     def __init__(
@@ -31,6 +32,8 @@ class LiveCurves:
         self.handle = None
 
     def __call__(self, rows: Rows) -> None:
+        if not _somebody_watches():
+            return
         now = self.clock()
         if self.drawn_at is not None and now - self.drawn_at < self.period_seconds:
             return
@@ -40,3 +43,9 @@ class LiveCurves:
             self.handle = display(image, display_id=True)
         else:
             self.handle.update(image)
+
+
+def _somebody_watches() -> bool:
+    """Whether a person's front end runs this cell: only those offer to answer input()."""
+    shell = get_ipython()
+    return bool(shell and getattr(shell.kernel, "_allow_stdin", False))
