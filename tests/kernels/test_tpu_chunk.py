@@ -109,13 +109,23 @@ def test_leaf_inverses_are_exact_for_correlated_keys(mean_cosine: float, heads: 
         assert error < INVERSE_LIMIT, f"head {head}: {error}"
 
 
-def test_suffix_sums_run_over_steps_and_runs():
-    x = np.random.default_rng(1).standard_normal((CHUNK, 128))
-    after = np.arange(128.0)[None]
-    found = jax.jit(tpu_chunk.suffix_sums)(
-        jnp.asarray(by_steps(x), jnp.float32), jnp.asarray(after, jnp.float32)
-    )
-    wanted = np.flip(np.cumsum(np.flip(x, 0), 0), 0) + after
+def test_decays_get_the_rows_and_keys_that_straddle_them():
+    """Rows' sums fall on the decays from the chunk's start to them, keys' on those after them."""
+    rows, keys = np.random.default_rng(1).standard_normal((2, CHUNK, 128)).astype(np.float32)
+
+    @jax.jit
+    def passed_down(rows, keys, rows_by_steps, keys_by_steps):
+        to_all = jnp.zeros((SUBLANES, 128))
+        sums = tpu_chunk.run_sums(rows), tpu_chunk.run_sums(keys)
+        for half in (4, 2, 1):
+            to_all = tpu_chunk.pass_down_runs(to_all, *sums, half)
+        for level in reversed(range(LAYOUT.low_levels)):
+            to_all = tpu_chunk.pass_down_steps(to_all, rows_by_steps, keys_by_steps, level)
+        return to_all + rows_by_steps
+
+    found = passed_down(rows, keys, by_steps(rows), by_steps(keys))
+    wanted = np.flip(np.cumsum(np.flip(rows.astype(float), 0), 0), 0)
+    wanted[1:] += np.cumsum(keys.astype(float), 0)[:-1]
     assert relative(in_order(np.asarray(found)), wanted) < SUM_LIMIT
 
 

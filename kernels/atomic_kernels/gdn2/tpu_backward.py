@@ -25,77 +25,35 @@ a strong decay nothing would be left of dg but rounding. These products use the 
 that were multiplied, so that what a level's rows get and its keys get are the same sums.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from atomic_kernels.gdn2 import tpu_chunk, tpu_tokens
+from atomic_kernels.gdn2 import tpu_chunk, tpu_tokens, tpu_undo
 from atomic_kernels.gdn2.tpu_layout import (
     NN,
     NT,
     SUBLANES,
     TN,
     dot,
-    interleave,
-    lower,
     read_parts,
     read_rows,
     read_steps,
-    upper,
     write_parts,
     write_rows,
     write_steps,
 )
 from atomic_kernels.gdn2.tpu_tokens import Chunk, InputArrays, InputRefs, Plan, TokenScratch
-
-HIGH_LEVELS = SUBLANES.bit_length() - 1
-QUERY, ERASE, KEY = range(3)
-
-
-class SavedRefs(NamedTuple):
-    """Blocks: dO [1, C, heads V]; S^T, A [1, 1, heads, ., .]; dS [1, value heads, K, V / G]."""
-
-    d_o: object
-    states: object
-    inverses: object
-    d_state: object
-
-
-class OutputRefs(NamedTuple):
-    """Gradients, blocks like those of the inputs; parameter gradients are per batch element."""
-
-    q: object
-    k: object
-    v: object
-    g: object
-    b: object
-    w: object
-    state: object
-    log_rate: object | None
-    bias: object | None
-
-
-class Scratch(NamedTuple):
-    """Vector memory of a grid step, first axis heads."""
-
-    tokens: TokenScratch  # query, erase and key turn into dx of q, dx of b k and dk
-    state_operands: object  # [3, parts, C, K] Qt, Kb, Kg
-    square: object  # padded [C, C] Aqk, then dAqk
-    square2: object  # padded [C, C] dL
-    new_values: object  # [parts, C, V] Vn
-    d_written: object  # [parts, C, V] dR
-    row_decay: object  # padded [C, K] x*Dx, summed over levels
-    key_decay: object  # padded [C, K] k*Dk
-    run_decay: object  # [8, K] what all decays of a run get
-    key_steps: object  # [levels within runs, parts, C/2, K] their lower keys, by steps
-    swap: object  # padded [C, K], to change between row orders
-    d_state: object  # [V, K] dS^T
-    d_log_rate: object  # [1, K]
-    d_bias: object  # [1, K]
+from atomic_kernels.gdn2.tpu_undo import (
+    ERASE,
+    HIGH_LEVELS,
+    KEY,
+    OutputRefs,
+    SavedRefs,
+    Scratch,
+)
 
 
 def backward_body(
@@ -115,19 +73,19 @@ def backward_body(
     chunk = tpu_tokens.describe_chunk(plan, number, inputs.starts)
     totals, factors = zip(*(prepare(plan, chunk, inputs, scratch, h) for h in heads), strict=True)
     for h in heads:
-        recompute_scores(plan, chunk, inputs, scratch, h)
+        recompute_scores(plan, scratch, h)
     for h in heads:
         recompute_values(plan, chunk, inputs, saved, scratch, h)
     for h in heads:
         solve_backwards(plan, chunk, inputs, saved, outputs, scratch, h)
     for h in heads:
-        d_scores(plan, chunk, saved, scratch, h)
+        tpu_undo.d_scores(plan, chunk, saved, scratch, h)
     for h in heads:
-        undo_state(plan, chunk, saved, scratch, factors[h], h)
+        tpu_undo.undo_state(plan, chunk, saved, scratch, factors[h], h)
     for h in heads:
-        undo_high_levels(plan, scratch, factors[h], h)
+        tpu_undo.undo_high_levels(plan, scratch, factors[h], h)
     for h in heads:
-        undo_low_levels(plan, scratch, totals[h], h)
+        tpu_undo.undo_low_levels(plan, scratch, totals[h], h)
     for h in heads:
         finish(plan, chunk, inputs, outputs, scratch, h)
 
@@ -146,6 +104,9 @@ def prepare(plan: Plan, chunk: Chunk, inputs: InputRefs, scratch: Scratch, head:
     q, k, g, b = tpu_tokens.activate_keys(
         plan, chunk, *tpu_tokens.raw_keys(plan, inputs, head, chunk)
     )
+    diagonal = jnp.sum(q * k, 1, keepdims=True)  # [C, 1]
+    scores = jnp.where(tpu_chunk.identity(layout.chunk), diagonal, 0.0)
+    write_rows(scratch.square.at[head], scores, layout)
     decay = tpu_tokens.decay_factors(g, chunk)
     tpu_tokens.write_tokens(scratch.tokens, head, q, k, decay, b, layout)
     totals = tpu_chunk.block_totals(read_steps(scratch.tokens.decay.at[head], layout))
@@ -161,9 +122,7 @@ def prepare(plan: Plan, chunk: Chunk, inputs: InputRefs, scratch: Scratch, head:
     return totals, factors
 
 
-def recompute_scores(
-    plan: Plan, chunk: Chunk, inputs: InputRefs, scratch: Scratch, head: int
-) -> None:
+def recompute_scores(plan: Plan, scratch: Scratch, head: int) -> None:
     """Aqk."""
     layout = plan.layout
     half_rows = layout.chunk // 2
@@ -173,7 +132,7 @@ def recompute_scores(
         left = read_parts(tokens.left.at[head, number], slice(0, half_rows))
         return dot(left, read_parts(tokens.right.at[head, number]), NT)  # [C/2, C]
 
-    scores = jnp.zeros((layout.chunk, layout.chunk), jnp.float32)
+    scores = read_steps(scratch.square.at[head], layout)  # has the diagonal
     for level in range(layout.low_levels):
         mask = tpu_chunk.low_level_mask(layout.chunk, 1 << level)
         half = SUBLANES << level
@@ -185,11 +144,6 @@ def recompute_scores(
         half = layout.run << level
         found = level_scores(layout.low_levels + level)
         scores = tpu_chunk.place_upper(scores, found, mask, half)
-    q, k, _, _ = tpu_tokens.activate_keys(
-        plan, chunk, *tpu_tokens.raw_keys(plan, inputs, head, chunk)
-    )
-    diagonal = jnp.sum(q * k, 1, keepdims=True)  # [C, 1]
-    scores = jnp.where(tpu_chunk.identity(layout.chunk), diagonal, scores)
     write_rows(scratch.square.at[head], scores, layout)
 
 
@@ -223,137 +177,6 @@ def solve_backwards(
     d_v, d_w = pull((d_written * w, d_written * v))
     outputs.v[0, :, columns] = d_v.astype(outputs.v.dtype)
     outputs.w[0, :, columns] = d_w.astype(outputs.w.dtype)
-
-
-def d_scores(plan: Plan, chunk: Chunk, saved: SavedRefs, scratch: Scratch, head: int) -> None:
-    """dO Vn^T and -dR Vn^T, whole squares; the levels' masks choose the pairs."""
-    new_values = read_parts(scratch.new_values.at[head])
-    d_o = tpu_tokens.load_operand(plan, saved.d_o, plan.value_columns(head), chunk)
-    write_rows(scratch.square.at[head], dot(d_o, new_values, NT), plan.layout)
-    d_written = read_parts(scratch.d_written.at[head])
-    write_rows(scratch.square2.at[head], -dot(d_written, new_values, NT), plan.layout)
-
-
-def undo_state(
-    plan: Plan, chunk: Chunk, saved: SavedRefs, scratch: Scratch, factors, head: int
-) -> None:
-    """What Qt, Kb, Kg and the state give to dx, dk and dgc; dS goes on by one chunk."""
-    layout, split = plan.layout, plan.layout.split
-    d_o = tpu_tokens.load_operand(plan, saved.d_o, plan.value_columns(head), chunk)
-    d_written = read_parts(scratch.d_written.at[head])
-    query, erase, key = (read_parts(scratch.state_operands.at[head, n]) for n in range(3))
-    state, d_state = saved.states[0, 0, head], scratch.d_state[head]  # [V, K]
-    d_query = dot(d_o, split(state), NN)  # [C, K]
-    d_erase = -dot(d_written, split(state), NN)
-    d_key = dot(read_parts(scratch.new_values.at[head]), split(d_state), NN)
-    row_decay = join(query) * d_query + join(erase) * d_erase
-    through = jnp.sum(state * d_state, 0, keepdims=True) * factors.total  # [1, K]
-    scratch.run_decay[head] = jnp.broadcast_to(through, (SUBLANES, layout.key_size))
-    before, after = factors.before[-1], factors.after[-1]
-    tokens = scratch.tokens
-    write_rows(tokens.query.at[head], tpu_chunk.scale_runs(d_query, before), layout)
-    write_rows(tokens.erase.at[head], tpu_chunk.scale_runs(d_erase, before), layout)
-    write_rows(tokens.key.at[head], tpu_chunk.scale_runs(d_key, after), layout)
-    write_rows(scratch.row_decay.at[head], row_decay, layout)
-    write_rows(scratch.key_decay.at[head], join(key) * d_key, layout)
-    scratch.d_state[head] = (
-        d_state * factors.total + dot(d_o, query, TN) - dot(d_written, erase, TN)
-    )
-
-
-def level_gradients(
-    plan: Plan, scratch: Scratch, head: int, number: int, d_query_scores: Array,
-    d_erase_scores: Array,
-) -> tuple[Array, Array]:  # fmt: skip
-    """Dx [C, K], q's upper rows then b k's, and Dk [C, K], of masked upper rows [C/2, C] each."""
-    d_level = plan.layout.split(jnp.concatenate([d_query_scores, d_erase_scores], 0))
-    left = read_parts(scratch.tokens.left.at[head, number])
-    right = read_parts(scratch.tokens.right.at[head, number])
-    return dot(d_level, right, NN), dot(d_level, left, TN)
-
-
-def undo_high_levels(plan: Plan, scratch: Scratch, factors, head: int) -> None:
-    layout, tokens = plan.layout, scratch.tokens
-    half_rows = layout.chunk // 2
-    squares = [read_rows(x.at[head], layout) for x in (scratch.square, scratch.square2)]
-    accumulators = (tokens.query, tokens.erase, tokens.key, scratch.row_decay, scratch.key_decay)
-    d_query, d_erase, d_key, row_decay, key_decay = (
-        read_rows(x.at[head], layout) for x in accumulators
-    )
-    row_sums, key_sums = tpu_chunk.run_sums(row_decay), tpu_chunk.run_sums(key_decay)
-    run_decay = scratch.run_decay[head]
-    zeros = jnp.zeros((half_rows, layout.key_size), jnp.float32)
-    for level in reversed(range(HIGH_LEVELS)):
-        number, half = layout.low_levels + level, layout.run << level
-        mask = tpu_chunk.high_level_mask(layout.chunk, 1 << level)
-        chosen = [jnp.where(mask, upper(x, half), 0.0) for x in squares]
-        d_rows, d_keys = level_gradients(plan, scratch, head, number, *chosen)
-        products = join(read_parts(tokens.left.at[head, number])) * d_rows
-        rows = interleave(zeros, products[:half_rows] + products[half_rows:], half)
-        keys = join(read_parts(tokens.right.at[head, number])) * d_keys  # zero in upper rows
-        run_decay = tpu_chunk.pass_down_runs(run_decay, row_sums, key_sums, 1 << level)
-        row_decay, key_decay = row_decay + rows, key_decay + keys
-        if level:
-            row_sums = row_sums + tpu_chunk.run_sums(rows)
-            key_sums = key_sums + tpu_chunk.run_sums(keys)
-        d_q, d_e = (interleave(zeros, d_rows[n : n + half_rows], half) for n in (0, half_rows))
-        if level:
-            d_q, d_e = (tpu_chunk.scale_runs(x, factors.before[level]) for x in (d_q, d_e))
-            d_keys = tpu_chunk.scale_runs(d_keys, factors.after[level])
-        d_query, d_erase, d_key = d_query + d_q, d_erase + d_e, d_key + d_keys
-    scratch.run_decay[head] = run_decay
-    found = (d_query, d_erase, d_key, row_decay, key_decay)
-    for ref, x in zip(accumulators, found, strict=True):
-        write_rows(ref.at[head], x, layout)
-
-
-def undo_low_levels(plan: Plan, scratch: Scratch, totals: list[Array], head: int) -> None:
-    layout, tokens = plan.layout, scratch.tokens
-    half_rows = layout.chunk // 2
-    squares = [read_steps(x.at[head], layout) for x in (scratch.square, scratch.square2)]
-    accumulators = (tokens.query, tokens.erase, tokens.key, scratch.row_decay)
-    d_query, d_erase, d_key, row_decay = (read_steps(x.at[head], layout) for x in accumulators)
-    key_decay = read_steps(scratch.key_decay.at[head], layout)
-    decay = scratch.run_decay[head]
-    for level in reversed(range(layout.low_levels)):
-        half = SUBLANES << level
-        mask = tpu_chunk.low_level_mask(layout.chunk, 1 << level)
-        chosen = [jnp.where(mask, upper(x, half), 0.0) for x in squares]
-        d_rows, d_keys = level_gradients(plan, scratch, head, level, *chosen)
-        write_rows(scratch.swap.at[head], d_keys, layout)
-        d_keys = lower(read_steps(scratch.swap.at[head], layout), half)  # [C/2, K]
-        decay = tpu_chunk.pass_down_steps(decay, row_decay, key_decay, level)
-        products = join(read_parts(tokens.left.at[head, level])) * d_rows
-        row_decay = add_upper(row_decay, products[:half_rows] + products[half_rows:], half)
-        key_decay = add_lower(
-            key_decay, join(read_parts(scratch.key_steps.at[head, level])) * d_keys, half
-        )
-        d_query = tpu_chunk.climb_rows(d_query, totals, level)
-        d_query = add_upper(d_query, d_rows[:half_rows], half)
-        d_erase = tpu_chunk.climb_rows(d_erase, totals, level)
-        d_erase = add_upper(d_erase, d_rows[half_rows:], half)
-        d_key = add_lower(tpu_chunk.climb_keys(d_key, totals, level), d_keys, half)
-    # A block of one token: a row's product has its own decay in it, a key's has none.
-    found = (d_query, d_erase, d_key, row_decay + decay)
-    for ref, x in zip(accumulators, found, strict=True):
-        write_steps(ref.at[head], x, layout)
-
-
-def add_upper(x: Array, y: Array, half: int) -> Array:
-    """x [C, K] plus y [C/2, K] in its upper rows."""
-    return interleave(lower(x, half), upper(x, half) + y, half)
-
-
-def add_lower(x: Array, y: Array, half: int) -> Array:
-    return interleave(lower(x, half) + y, upper(x, half), half)
-
-
-def join(parts: tuple[Array, ...]) -> Array:
-    """The float32 value that an operand stands for."""
-    total = parts[-1].astype(jnp.float32)
-    for part in reversed(parts[:-1]):
-        total = total + part.astype(jnp.float32)
-    return total
 
 
 def finish(

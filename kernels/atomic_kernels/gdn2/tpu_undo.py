@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The second half of the backward kernel: from dO, dR and Vn back to x, k and the log decays.
+
+See `tpu_backward` for the equations. Everything is added up in the scratch that held x and k
+before; only the rows that a level touches are read and written.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from atomic_kernels.gdn2 import tpu_chunk, tpu_tokens
+from atomic_kernels.gdn2.tpu_layout import (
+    NN,
+    NT,
+    SUBLANES,
+    TN,
+    Layout,
+    dot,
+    interleave,
+    lower,
+    read_parts,
+    read_rows,
+    read_steps,
+    upper,
+    write_rows,
+    write_steps,
+)
+from atomic_kernels.gdn2.tpu_tokens import Chunk, Plan, TokenScratch
+
+HIGH_LEVELS = SUBLANES.bit_length() - 1
+QUERY, ERASE, KEY = range(3)
+
+
+class SavedRefs(NamedTuple):
+    """Blocks: dO [1, C, heads V]; S^T, A [1, 1, heads, ., .]; dS [1, value heads, K, V / G]."""
+
+    d_o: object
+    states: object
+    inverses: object
+    d_state: object
+
+
+class OutputRefs(NamedTuple):
+    """Gradients, blocks like those of the inputs; parameter gradients are per batch element."""
+
+    q: object
+    k: object
+    v: object
+    g: object
+    b: object
+    w: object
+    state: object
+    log_rate: object | None
+    bias: object | None
+
+
+class Scratch(NamedTuple):
+    """Vector memory of a grid step, first axis heads."""
+
+    tokens: TokenScratch  # query, erase and key turn into dx of q, dx of b k and dk
+    state_operands: object  # [3, parts, C, K] Qt, Kb, Kg
+    square: object  # padded [C, C] Aqk, then dAqk
+    square2: object  # padded [C, C] dL
+    new_values: object  # [parts, C, V] Vn
+    d_written: object  # [parts, C, V] dR
+    row_decay: object  # padded [C, K] x*Dx, summed over levels
+    key_decay: object  # padded [C, K] k*Dk
+    run_decay: object  # [8, K] what all decays of a run get
+    key_steps: object  # [levels within runs, parts, C/2, K] their lower keys, by steps
+    swap: object  # padded [C, K], to change between row orders
+    d_state: object  # [V, K] dS^T
+    d_log_rate: object  # [1, K]
+    d_bias: object  # [1, K]
+
+
+def d_scores(plan: Plan, chunk: Chunk, saved: SavedRefs, scratch: Scratch, head: int) -> None:
+    """dO Vn^T and -dR Vn^T, whole squares; the levels' masks choose the pairs."""
+    new_values = read_parts(scratch.new_values.at[head])
+    d_o = tpu_tokens.load_operand(plan, saved.d_o, plan.value_columns(head), chunk)
+    write_rows(scratch.square.at[head], dot(d_o, new_values, NT), plan.layout)
+    d_written = read_parts(scratch.d_written.at[head])
+    write_rows(scratch.square2.at[head], -dot(d_written, new_values, NT), plan.layout)
+
+
+def undo_state(
+    plan: Plan, chunk: Chunk, saved: SavedRefs, scratch: Scratch, factors, head: int
+) -> None:
+    """What Qt, Kb, Kg and the state give to dx, dk and dgc; dS goes on by one chunk."""
+    layout, split = plan.layout, plan.layout.split
+    d_o = tpu_tokens.load_operand(plan, saved.d_o, plan.value_columns(head), chunk)
+    d_written = read_parts(scratch.d_written.at[head])
+    query, erase, key = (read_parts(scratch.state_operands.at[head, n]) for n in range(3))
+    state, d_state = saved.states[0, 0, head], scratch.d_state[head]  # [V, K]
+    d_query = dot(d_o, split(state), NN)  # [C, K]
+    d_erase = -dot(d_written, split(state), NN)
+    d_key = dot(read_parts(scratch.new_values.at[head]), split(d_state), NN)
+    row_decay = join(query) * d_query + join(erase) * d_erase
+    through = jnp.sum(state * d_state, 0, keepdims=True) * factors.total  # [1, K]
+    scratch.run_decay[head] = jnp.broadcast_to(through, (SUBLANES, layout.key_size))
+    before, after = factors.before[-1], factors.after[-1]
+    tokens = scratch.tokens
+    write_rows(tokens.query.at[head], tpu_chunk.scale_runs(d_query, before), layout)
+    write_rows(tokens.erase.at[head], tpu_chunk.scale_runs(d_erase, before), layout)
+    write_rows(tokens.key.at[head], tpu_chunk.scale_runs(d_key, after), layout)
+    write_rows(scratch.row_decay.at[head], row_decay, layout)
+    write_rows(scratch.key_decay.at[head], join(key) * d_key, layout)
+    scratch.d_state[head] = (
+        d_state * factors.total + dot(d_o, query, TN) - dot(d_written, erase, TN)
+    )
+
+
+def level_gradients(
+    plan: Plan, scratch: Scratch, head: int, number: int, d_query_scores: Array,
+    d_erase_scores: Array,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Dx [C, K], q's upper rows then b k's, and Dk [C, K], of masked upper rows [C/2, C] each."""
+    d_level = plan.layout.split(jnp.concatenate([d_query_scores, d_erase_scores], 0))
+    left = read_parts(scratch.tokens.left.at[head, number])
+    right = read_parts(scratch.tokens.right.at[head, number])
+    return dot(d_level, right, NN), dot(d_level, left, TN)
+
+
+def undo_high_levels(plan: Plan, scratch: Scratch, factors, head: int) -> None:
+    layout, tokens = plan.layout, scratch.tokens
+    half_rows = layout.chunk // 2
+    row_decay, key_decay = scratch.row_decay.at[head], scratch.key_decay.at[head]
+    row_sums = tpu_chunk.run_sums(read_rows(row_decay, layout))
+    key_sums = tpu_chunk.run_sums(read_rows(key_decay, layout))
+    run_decay = scratch.run_decay[head]
+    for level in reversed(range(HIGH_LEVELS)):
+        number, half = layout.low_levels + level, layout.run << level
+        mask = tpu_chunk.high_level_mask(layout.chunk, 1 << level)
+        chosen = [
+            jnp.where(mask, upper(read_rows(x.at[head], layout), half), 0.0)
+            for x in (scratch.square, scratch.square2)
+        ]
+        d_rows, d_keys = level_gradients(plan, scratch, head, number, *chosen)
+        products = join(read_parts(tokens.left.at[head, number])) * d_rows
+        products = products[:half_rows] + products[half_rows:]  # [C/2, K], upper runs
+        keys = join(read_parts(tokens.right.at[head, number])) * d_keys  # zero in upper runs
+        run_decay = tpu_chunk.pass_down_runs(run_decay, row_sums, key_sums, 1 << level)
+        if level:
+            zeros = jnp.zeros_like(products)
+            row_sums = row_sums + tpu_chunk.run_sums(interleave(zeros, products, half))
+            key_sums = key_sums + tpu_chunk.run_sums(keys)
+        add_upper_runs(row_decay, products, None, level, layout)
+        before, after = (factors.before[level], factors.after[level]) if level else (None, None)
+        add_upper_runs(tokens.query.at[head], d_rows[:half_rows], before, level, layout)
+        add_upper_runs(tokens.erase.at[head], d_rows[half_rows:], before, level, layout)
+        add_lower_runs(key_decay, keys, None, level, layout)
+        add_lower_runs(tokens.key.at[head], d_keys, after, level, layout)
+    scratch.run_decay[head] = run_decay
+
+
+def add_upper_runs(ref, x: Array, factor: Array | None, level: int, layout: Layout) -> None:
+    """Adds x [C/2, D], by runs times factor [8, D], to the upper runs of a level."""
+    half = layout.run << level
+    added = interleave(jnp.zeros_like(x), x, half)
+    if factor is not None:
+        added = tpu_chunk.scale_runs(added, factor)
+    changed = tpu_chunk.numbers(SUBLANES, 1 << level, above=True)
+    write_rows(ref, read_rows(ref, layout) + added, layout, changed)
+
+
+def add_lower_runs(ref, x: Array, factor: Array | None, level: int, layout: Layout) -> None:
+    """Adds the lower runs of x [C, D], by runs times factor [8, D]; its upper runs are zero."""
+    if factor is not None:
+        x = tpu_chunk.scale_runs(x, factor)
+    changed = tpu_chunk.numbers(SUBLANES, 1 << level, above=False)
+    write_rows(ref, read_rows(ref, layout) + x, layout, changed)
+
+
+def undo_low_levels(plan: Plan, scratch: Scratch, totals: list[Array], head: int) -> None:
+    layout, tokens = plan.layout, scratch.tokens
+    half_rows = layout.chunk // 2
+    row_decay, key_decay = scratch.row_decay.at[head], scratch.key_decay.at[head]
+    decay = scratch.run_decay[head]
+    for level in reversed(range(layout.low_levels)):
+        half = SUBLANES << level
+        mask = tpu_chunk.low_level_mask(layout.chunk, 1 << level)
+        chosen = [
+            jnp.where(mask, upper(read_steps(x.at[head], layout), half), 0.0)
+            for x in (scratch.square, scratch.square2)
+        ]
+        d_rows, d_keys = level_gradients(plan, scratch, head, level, *chosen)
+        write_rows(scratch.swap.at[head], d_keys, layout)
+        d_keys = lower(read_steps(scratch.swap.at[head], layout), half)  # [C/2, K]
+        rows, keys = read_steps(row_decay, layout), read_steps(key_decay, layout)
+        decay = tpu_chunk.pass_down_steps(decay, rows, keys, level)
+        products = join(read_parts(tokens.left.at[head, level])) * d_rows
+        rows = add_upper(rows, products[:half_rows] + products[half_rows:], half)
+        keys = add_lower(keys, join(read_parts(scratch.key_steps.at[head, level])) * d_keys, half)
+        climbed = [
+            tpu_chunk.climb_rows(read_steps(x.at[head], layout), totals, level)
+            for x in (tokens.query, tokens.erase)
+        ]
+        d_key = tpu_chunk.climb_keys(read_steps(tokens.key.at[head], layout), totals, level)
+        above = tpu_chunk.numbers(layout.run, 1 << level, above=True)
+        below = tpu_chunk.numbers(layout.run, 1 << level, above=False)
+        write_steps(row_decay, rows, layout, above)
+        write_steps(key_decay, keys, layout, below)
+        d_query = add_upper(climbed[0], d_rows[:half_rows], half)
+        d_erase = add_upper(climbed[1], d_rows[half_rows:], half)
+        write_steps(tokens.query.at[head], d_query, layout, above)
+        write_steps(tokens.erase.at[head], d_erase, layout, above)
+        write_steps(tokens.key.at[head], add_lower(d_key, d_keys, half), layout, below)
+    # A block of one token: a row's product has its own decay in it, a key's has none.
+    write_steps(row_decay, read_steps(row_decay, layout) + decay, layout)
+
+
+def add_upper(x: Array, y: Array, half: int) -> Array:
+    """x [C, K] plus y [C/2, K] in its upper rows."""
+    return interleave(lower(x, half), upper(x, half) + y, half)
+
+
+def add_lower(x: Array, y: Array, half: int) -> Array:
+    return interleave(lower(x, half) + y, upper(x, half), half)
+
+
+def join(parts: tuple[Array, ...]) -> Array:
+    """The float32 value that an operand stands for."""
+    total = parts[-1].astype(jnp.float32)
+    for part in reversed(parts[:-1]):
+        total = total + part.astype(jnp.float32)
+    return total
