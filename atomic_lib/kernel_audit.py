@@ -89,8 +89,8 @@ def _summarise_identity(rows: Sequence[Row], check: str, cut: int) -> Row:
 
 def audit_times(run: RunFolder, config: KernelAuditConfig) -> list[Row]:
     """Measured times of every backend that can run here, the reference too. Writes timing.json."""
+    rows: list[Row] = []
     with run.recording():
-        rows = []
         backends = ("tpu", "xla", "reference")
         for done, backend in enumerate(backends):
             run.progress("timing", done, len(backends), backend)

@@ -38,8 +38,8 @@ class Check:
 
 
 def _relative_rms(found: jax.Array, wanted: jax.Array) -> float:
-    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-    return float(np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2)))
+    truth = np.asarray(wanted, np.float64)
+    return float(np.sqrt(np.mean((np.asarray(found, np.float64) - truth) ** 2 / np.mean(truth**2))))
 
 
 def _kernel_inputs(seed: int) -> tuple[jax.Array, ...]:
