@@ -3,7 +3,7 @@
 
 Protected: a row that is read in pieces, padded or packed with others gives what it gives alone and
 whole. The oracle is the model in one forward pass over an unpadded row, without state and with the
-token-by-token recurrence, which test_mixers.py compares with formulas. The prefill goes another way:
+token-by-token recurrence, which test_mixers.py compares with formulas. The prefill goes otherwise:
 the chunked recurrence, latent attention absorbed into the query, attention on a cache. What must be
 exact is compared bit for bit. Elsewhere 5e-5 is allowed: float32 sums in another order through six
 sublayers.
