@@ -48,6 +48,8 @@ def dot(a: Array, b: Array, precision: str, layout: str = "nn") -> Array:
     high = _product(a_high, b_high, layout)
     if precision == "bf16":
         return high
+    if precision != "bf16x3":
+        raise ValueError(f"precision must be 'bf16', 'bf16x3' or 'f32', got {precision!r}.")
     a_low = _round_to_bfloat16(a - a_high.astype(jnp.float32))
     b_low = _round_to_bfloat16(b - b_high.astype(jnp.float32))
     return high + (_product(a_high, b_low, layout) + _product(a_low, b_high, layout))

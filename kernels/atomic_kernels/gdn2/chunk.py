@@ -100,7 +100,7 @@ def prepare(
     # Rows that are not finite stay out of the ladder, whose products would spread them to earlier
     # rows (0 * NaN), and are NaN again in its result.
     broken = ~jnp.isfinite(jnp.sum(erase_scores, 1, keepdims=True))  # [C, 1]
-    inverse = invert_unit_lower(jnp.where(broken, 0.0, erase_scores), precision)  # [C, C]
+    inverse = invert_unit_lower(jnp.where(broken, 0.0, erase_scores), precision.inverse)  # [C, C]
     return Prepared(
         state_factors(q, erase_keys, k, decays, segments),
         query_scores,
