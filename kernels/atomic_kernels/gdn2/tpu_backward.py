@@ -37,6 +37,7 @@ from atomic_kernels.gdn2.tpu_layout import (
     NT,
     SUBLANES,
     TN,
+    Layout,
     dot,
     read_parts,
     read_rows,
@@ -71,11 +72,15 @@ def backward_body(
 
     number = pl.num_programs(2) - 1 - position
     chunk = tpu_tokens.describe_chunk(plan, number, inputs.starts)
-    totals, factors = zip(*(prepare(plan, chunk, inputs, scratch, h) for h in heads), strict=True)
+    factors = [prepare(plan, chunk, inputs, scratch, h) for h in heads]
     for h in heads:
         recompute_scores(plan, scratch, h)
     for h in heads:
-        recompute_values(plan, chunk, inputs, saved, scratch, h)
+        recompute_written(plan, chunk, inputs, saved, scratch, h)
+    for h in heads:
+        recompute_values(plan.layout, saved, scratch, h)
+    for h in heads:
+        d_new_values(plan, chunk, saved, scratch, h)
     for h in heads:
         solve_backwards(plan, chunk, inputs, saved, outputs, scratch, h)
     for h in heads:
@@ -85,7 +90,7 @@ def backward_body(
     for h in heads:
         tpu_undo.undo_high_levels(plan, scratch, factors[h], h)
     for h in heads:
-        tpu_undo.undo_low_levels(plan, scratch, totals[h], h)
+        tpu_undo.undo_low_levels(plan, scratch, h)
     for h in heads:
         finish(plan, chunk, inputs, outputs, scratch, h)
 
@@ -98,8 +103,10 @@ def backward_body(
                 outputs.bias[0, :, plan.key_columns(h)] = scratch.d_bias[h]
 
 
-def prepare(plan: Plan, chunk: Chunk, inputs: InputRefs, scratch: Scratch, head: int):
-    """The operands of all levels and of the state; returns the decays' products."""
+def prepare(
+    plan: Plan, chunk: Chunk, inputs: InputRefs, scratch: Scratch, head: int
+) -> tpu_chunk.RunFactors:
+    """The operands of all levels and of the state; returns the factors between runs."""
     layout = plan.layout
     q, k, g, b = tpu_tokens.activate_keys(
         plan, chunk, *tpu_tokens.raw_keys(plan, inputs, head, chunk)
@@ -119,7 +126,7 @@ def prepare(plan: Plan, chunk: Chunk, inputs: InputRefs, scratch: Scratch, head:
         write_parts(scratch.tokens.right.at[head, number], slice(None), right)
     for number, x in enumerate(tpu_tokens.chunk_operands(scratch.tokens, head, factors, layout)):
         write_parts(scratch.state_operands.at[head, number], slice(None), layout.split(x))
-    return totals, factors
+    return factors
 
 
 def recompute_scores(plan: Plan, scratch: Scratch, head: int) -> None:
@@ -147,34 +154,47 @@ def recompute_scores(plan: Plan, scratch: Scratch, head: int) -> None:
     write_rows(scratch.square.at[head], scores, layout)
 
 
-def recompute_values(
+def recompute_written(
     plan: Plan, chunk: Chunk, inputs: InputRefs, saved: SavedRefs, scratch: Scratch, head: int
 ) -> None:
-    """Vn = A (w*v - Kb S)."""
+    """R = w*v - Kb S, where Vn will be."""
     split = plan.layout.split
     erase = read_parts(scratch.state_operands.at[head, ERASE])
     v, w = tpu_tokens.activate_values(plan, *tpu_tokens.raw_values(plan, inputs, head, chunk))
     written = w * v - dot(erase, split(saved.states[0, 0, head]), NT)  # [C, V]
-    new_values = dot(split(saved.inverses[0, 0, head]), split(written), NN)
-    write_parts(scratch.new_values.at[head], slice(None), split(new_values))
+    write_parts(scratch.new_values.at[head], slice(None), split(written))
+
+
+def recompute_values(layout: Layout, saved: SavedRefs, scratch: Scratch, head: int) -> None:
+    """Vn = A R."""
+    inverse = layout.split(saved.inverses[0, 0, head])
+    new_values = dot(inverse, read_parts(scratch.new_values.at[head]), NN)  # [C, V]
+    write_parts(scratch.new_values.at[head], slice(None), layout.split(new_values))
+
+
+def d_new_values(plan: Plan, chunk: Chunk, saved: SavedRefs, scratch: Scratch, head: int) -> None:
+    """dVn = Aqk^T dO + Kg dS, where dR will be."""
+    split = plan.layout.split
+    d_o = tpu_tokens.load_operand(plan, saved.d_o, plan.value_columns(head), chunk)
+    scores = split(read_rows(scratch.square.at[head], plan.layout))
+    key = read_parts(scratch.state_operands.at[head, KEY])
+    found = dot(scores, d_o, TN) + dot(key, split(scratch.d_state[head]), NT)  # [C, V]
+    write_parts(scratch.d_written.at[head], slice(None), split(found))
 
 
 def solve_backwards(
     plan: Plan, chunk: Chunk, inputs: InputRefs, saved: SavedRefs, outputs: OutputRefs,
     scratch: Scratch, head: int,
 ) -> None:  # fmt: skip
-    """dR = A^T (Aqk^T dO + Kg dS); dv and dw."""
-    layout, split = plan.layout, plan.layout.split
-    columns = plan.value_columns(head)
-    d_o = tpu_tokens.load_operand(plan, saved.d_o, columns, chunk)
-    scores = split(read_rows(scratch.square.at[head], layout))
-    key = read_parts(scratch.state_operands.at[head, KEY])
-    d_new_values = dot(scores, d_o, TN) + dot(key, split(scratch.d_state[head]), NT)  # [C, V]
-    d_written = dot(split(saved.inverses[0, 0, head]), split(d_new_values), TN)  # [C, V]
+    """dR = A^T dVn; dv and dw."""
+    split = plan.layout.split
+    found = read_parts(scratch.d_written.at[head])
+    d_written = dot(split(saved.inverses[0, 0, head]), found, TN)  # [C, V]
     write_parts(scratch.d_written.at[head], slice(None), split(d_written))
     raw = tpu_tokens.raw_values(plan, inputs, head, chunk)
     (v, w), pull = jax.vjp(lambda v, w: tpu_tokens.activate_values(plan, v, w), *raw)
     d_v, d_w = pull((d_written * w, d_written * v))
+    columns = plan.value_columns(head)
     outputs.v[0, :, columns] = d_v.astype(outputs.v.dtype)
     outputs.w[0, :, columns] = d_w.astype(outputs.w.dtype)
 

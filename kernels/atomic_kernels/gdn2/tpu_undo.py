@@ -172,8 +172,10 @@ def add_lower_runs(ref, x: Array, factor: Array | None, level: int, layout: Layo
     write_rows(ref, read_rows(ref, layout) + x, layout, changed)
 
 
-def undo_low_levels(plan: Plan, scratch: Scratch, totals: list[Array], head: int) -> None:
+def undo_low_levels(plan: Plan, scratch: Scratch, head: int) -> None:
     layout, tokens = plan.layout, scratch.tokens
+    # Made anew: kept since the operands were made, they would be 31 registers a head.
+    totals = tpu_chunk.block_totals(read_steps(tokens.decay.at[head], layout))
     half_rows = layout.chunk // 2
     row_decay, key_decay = scratch.row_decay.at[head], scratch.key_decay.at[head]
     decay = scratch.run_decay[head]
