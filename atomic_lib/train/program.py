@@ -97,7 +97,7 @@ def build_program(config: TrainConfig, *, devices: Sequence[Any] | None = None) 
         placement=placement,
         exchange_dtype=jnp.dtype(config.compute_dtype),
     )
-    forward = model_forward(config, placement.mesh.devices.flat[0].platform)
+    forward = model_forward(config, placement.platform)
     train_step = TrainStep(
         forward=forward,
         optimizer=optimizer,

@@ -18,6 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 DATA, FSDP = "data", "fsdp"
 BATCH_AXES = (DATA, FSDP)
 
+# VMEM that XLA may use for one of its own operations. For two blocks of the hybrid on v5e its
+# estimate was 46.2 ms at the default, 16 MiB; 44.2 at 32, 45.5 at 64, 47.4 at 96.
+TPU_COMPILER_OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": "32768"}
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -46,6 +50,16 @@ class Placement:
     def devices(self) -> int:
         """Devices in the mesh, each of which gets an equal share of the batch."""
         return self.mesh.size
+
+    @property
+    def platform(self) -> str:
+        """Of the devices: "cpu", "gpu" or "tpu". They need not be this machine's."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """What programs for these devices are compiled with."""
+        return TPU_COMPILER_OPTIONS if self.platform == "tpu" else {}
 
     @property
     def replicated(self) -> NamedSharding:

@@ -83,7 +83,9 @@ class TrainStep:
         Metrics are scalars: loss (nats a token), grad_norm (before clipping), finite, clipped,
         skipped, skipped_in_a_row.
         """
-        return jax.jit(self._step, donate_argnums=0)
+        return jax.jit(
+            self._step, donate_argnums=0, compiler_options=self.placement.compiler_options
+        )
 
     def _step(
         self, state: TrainState, tokens: Array, learning_rate: Array
@@ -214,4 +216,4 @@ def make_eval_step(
             check_vma=False,
         )(params, tokens, token_bytes)
 
-    return jax.jit(sums)
+    return jax.jit(sums, compiler_options=placement.compiler_options)
