@@ -148,7 +148,7 @@ class LanguageModel(nnx.Module):
     ) -> tuple[Array, ModelState | None]:
         """Returns (hidden [B, T, D] after the final norm, in the compute dtype; new state).
 
-        tokens [B, T] int32 in [0, vocab_size); a token outside makes its row NaN. segment_ids
+        tokens [B, T] int32 in [0, vocab_size); one outside gives NaN in its row. segment_ids
         [B, T] int32, non-decreasing: a token sees its own segment only. mask [B, T] bool: False is
         padding, which changes no state and no other token (its own hidden is finite and means
         nothing). state: of `initial_state` or of an earlier call, which this one continues; None
