@@ -59,12 +59,12 @@ def gdn2_tpu(
         segmented=segment_ids is not None,
         projections=projections,
     )
-    rows = (None, None)
+    log_rate = bias = None
     if projections is not None:
-        rows = _gate_rows(*gate_parameters, heads, key_size)
-    arrays = InputArrays(
-        *(x.reshape(batch, length, -1) for x in inputs), *rows, _segment_starts(segment_ids)
-    )
+        log_rate, bias = _gate_rows(*gate_parameters, heads, key_size)
+    q, k, v, g, b, w = (x.reshape(batch, length, -1) for x in inputs)
+    starts = _segment_starts(segment_ids)
+    arrays = InputArrays(q, k, v, g, b, w, log_rate, bias, starts)
     o, state = _gdn2(plan, arrays, initial_state)
     return o.reshape(inputs.v.shape), state
 
@@ -117,11 +117,12 @@ def _forward_rule(plan, arrays, initial_state):
 def _backward_rule(plan, residuals, cotangents):
     arrays, has_state, states, inverses = residuals
     plan = tpu_tiles.tiled(plan, arrays, "backward")
-    *gradients, d_state, d_log_rate, d_bias = tpu_backward.backward(
+    token_gradients, d_state, d_rows = tpu_backward.backward(
         plan, arrays, cotangents[0], states, inverses, cotangents[1]
     )
-    rows = [None if x is None else x.sum(0) for x in (d_log_rate, d_bias)]
-    return InputArrays(*gradients, *rows, None), d_state if has_state else None
+    rows: list[Array | None] = [x.sum(0) for x in d_rows] or [None, None]
+    gradients = InputArrays._make([*token_gradients, *rows, None])
+    return gradients, d_state if has_state else None
 
 
 _gdn2.defvjp(_forward_rule, _backward_rule)

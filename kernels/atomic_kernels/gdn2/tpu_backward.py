@@ -227,9 +227,9 @@ def finish(
 
 def backward(
     plan: Plan, arrays: InputArrays, d_o: Array, states: Array, inverses: Array, d_state: Array
-) -> tuple[Array | None, ...]:
-    """Gradients of q, k, v, g, b, w in their dtypes, of the initial state in float32, and with
-    projections those of log_rate and bias [B, 1, H K] for each batch element, else None.
+) -> tuple[list[Array], Array, list[Array]]:
+    """Gradients of q, k, v, g, b, w in their dtypes; that of the initial state in float32; and,
+    with projections, those of log_rate and bias [B, 1, H K] for each batch element.
 
     states, inverses: what `tpu_forward.forward` saved; d_o [B, T, H V];
     d_state [B, H G, K, V / G] float32.
@@ -273,7 +273,7 @@ def backward(
         name="gdn2_backward",
         interpret=plan.layout.interpret,
     )(*inputs)
-    return (*results, None, None)[:9]
+    return results[:6], results[6], results[7:]
 
 
 def backward_scratch(plan: Plan) -> list:

@@ -199,10 +199,10 @@ def leaf_inverses(scores: list[Array], layout: Layout) -> list[Array]:
     bits = run.bit_length() - 1
     lane, row = column_numbers(chunk, chunk), row_numbers(chunk, chunk)
     group, within, row_run = lane >> bits, lane & (run - 1), row & (SUBLANES - 1)
-    packed = None
-    for head, rows in enumerate(scores):
-        x = _take_lanes(rows, row_run * run + within)  # row 8 r + s: its block in every group
-        packed = x if packed is None else jnp.where(group == head, x, packed)
+    source = row_run * run + within  # row 8 r + s: its block, into every group of lanes
+    packed = _take_lanes(scores[0], source)
+    for head, rows in enumerate(scores[1:], 1):
+        packed = jnp.where(group == head, _take_lanes(rows, source), packed)
     inverse = jnp.where(within == (row >> 3), 1.0, 0.0)
     for c in range(run - 1):
         done = (c + 1) * SUBLANES

@@ -31,6 +31,7 @@ from atomic_kernels.gdn2.tpu_layout import (
     SUBLANES,
     TN,
     Layout,
+    Ref,
     dot,
     interleave,
     lower,
@@ -52,12 +53,12 @@ class Scratch(NamedTuple):
     """Vector memory of a grid step, first axis heads."""
 
     tokens: TokenScratch
-    query_scores: object  # padded [C, C] Aqk
-    leaf_scores: object  # [C, C] L within runs, step after step
-    cross_scores: object  # [3, parts, C/2, C] L between runs, upper runs of each level
-    inverse: object  # padded [C, C] A
-    written: object  # [parts, C, V] R, then Vn
-    state: object  # [V, K] S^T
+    query_scores: Ref  # padded [C, C] Aqk
+    leaf_scores: Ref  # [C, C] L within runs, step after step
+    cross_scores: Ref  # [3, parts, C/2, C] L between runs, upper runs of each level
+    inverse: Ref  # padded [C, C] A
+    written: Ref  # [parts, C, V] R, then Vn
+    state: Ref  # [V, K] S^T
 
 
 def forward_body(plan: Plan, save: bool, input_refs, state_ref, output_refs, scratch: Scratch):
@@ -166,8 +167,8 @@ def climb_ladder(plan: Plan, scratch: Scratch) -> None:
         half = layout.run << level
         middles = []
         for head in range(plan.heads):
-            inverse = layout.split(read_rows(scratch.inverse.at[head], layout))
-            middle = dot(read_parts(scratch.cross_scores.at[head, level]), inverse, NN)
+            halves = layout.split(read_rows(scratch.inverse.at[head], layout))
+            middle = dot(read_parts(scratch.cross_scores.at[head, level]), halves, NN)
             middles.append(
                 tuple(
                     interleave(jnp.zeros_like(part), part, half)

@@ -15,11 +15,17 @@ stride can be read 8 at once only if the stride is not a multiple of 8 (32 memor
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+
+# A reference to vector memory; Pallas has no public type for it.
+Ref = Any
 
 SUBLANES = 8
 LANES = 128
@@ -99,19 +105,17 @@ def dot(a: Sequence[Array], b: Sequence[Array], layout: tuple) -> Array:
     Of the pairs of parts those are left out that are below the last part kept: two parts by two
     take three passes, two by one two.
     """
-    terms = max(len(a), len(b))
-    total = None
-    for i in reversed(range(len(a))):  # the small terms first
-        for j in reversed(range(len(b))):
-            if i + j < terms:
-                exact = a[i].dtype == jnp.float32
-                product = lax.dot_general(
-                    a[i], b[j], layout,
-                    precision=lax.Precision.HIGHEST if exact else None,
-                    preferred_element_type=jnp.float32,
-                )  # fmt: skip
-                total = product if total is None else total + product
-    return total
+    kept = max(len(a), len(b))
+    pairs = [(x, y) for i, x in enumerate(a) for j, y in enumerate(b) if i + j < kept]
+    products = [
+        lax.dot_general(
+            x, y, layout,
+            precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+        for x, y in pairs
+    ]  # fmt: skip
+    return functools.reduce(operator.add, reversed(products))  # the small terms first
 
 
 def row_numbers(rows: int, columns: int) -> Array:
@@ -144,18 +148,18 @@ def _halves(x: Array, half: int) -> Array:
 # Memory access: everything below takes a reference [lane tiles, 8 pitch, lanes] ------------------
 
 
-def read_steps(ref, layout: Layout) -> Array:
+def read_steps(ref: Ref, layout: Layout) -> Array:
     """All tokens [C, D], step after step: token n s + r is row 8 r + s."""
     if layout.interpret:
         tiles = [_runs_of(ref[t], layout).swapaxes(0, 1) for t in range(ref.shape[0])]
         return _join([x.reshape(layout.chunk, -1) for x in tiles])
-    tiles = [
+    steps = [
         [ref.at[t][_step(r, layout), :] for r in range(layout.run)] for t in range(ref.shape[0])
     ]
-    return _join([jnp.concatenate(steps, 0) for steps in tiles])
+    return _join([jnp.concatenate(x, 0) for x in steps])
 
 
-def write_steps(ref, x: Array, layout: Layout, changed: Sequence[int] | None = None) -> None:
+def write_steps(ref: Ref, x: Array, layout: Layout, changed: Sequence[int] | None = None) -> None:
     """Writes x [C, D], step after step; only the steps `changed` differ from what is there."""
     lanes = ref.shape[-1]
     for t in range(ref.shape[0]):
@@ -169,7 +173,7 @@ def write_steps(ref, x: Array, layout: Layout, changed: Sequence[int] | None = N
                 ref.at[t][_step(r, layout), :] = part[r * SUBLANES : (r + 1) * SUBLANES]
 
 
-def read_rows(ref, layout: Layout) -> Array:
+def read_rows(ref: Ref, layout: Layout) -> Array:
     """All tokens in order [C, D]."""
     if layout.interpret:
         tiles = [_runs_of(ref[t], layout) for t in range(ref.shape[0])]
@@ -177,7 +181,7 @@ def read_rows(ref, layout: Layout) -> Array:
     return jnp.concatenate([_read_run(ref, s, layout) for s in range(SUBLANES)], 0)
 
 
-def write_rows(ref, x: Array, layout: Layout, changed: Sequence[int] | None = None) -> None:
+def write_rows(ref: Ref, x: Array, layout: Layout, changed: Sequence[int] | None = None) -> None:
     """Writes x [C, D], tokens in order; only the runs `changed` differ from what is there."""
     lanes = ref.shape[-1]
     for t in range(ref.shape[0]):
@@ -189,17 +193,17 @@ def write_rows(ref, x: Array, layout: Layout, changed: Sequence[int] | None = No
                 ref[t, _run(s, layout)] = part[s * layout.run : (s + 1) * layout.run]
 
 
-def write_parts(ref, rows: slice, parts: Sequence[Array]) -> None:
+def write_parts(ref: Ref, rows: slice, parts: Sequence[Array]) -> None:
     """Writes an operand's parts [rows, D] into ref [parts, C, D]."""
     for n, part in enumerate(parts):
         ref[n, rows] = part
 
 
-def read_parts(ref, rows: slice = slice(None)) -> tuple[Array, ...]:
+def read_parts(ref: Ref, rows: slice = slice(None)) -> tuple[Array, ...]:
     return tuple(ref[n, rows] for n in range(ref.shape[0]))
 
 
-def _read_run(ref, s: int, layout: Layout) -> Array:
+def _read_run(ref: Ref, s: int, layout: Layout) -> Array:
     return _join([ref[t, _run(s, layout)] for t in range(ref.shape[0])])
 
 

@@ -39,9 +39,12 @@ def step_body(scale: float, state_ref, q_ref, k_ref, v_ref, g_ref, b_ref, w_ref,
         outputs = []
         for value_head in range(value_heads):
             head = value_head // (value_heads // heads)
-            mine = [columns[:, i * heads + head :][:, :1] for i in range(COLUMNS)]
+            decay, erase, key, query = (
+                columns[:, i * heads + head : i * heads + head + 1] for i in range(COLUMNS)
+            )  # [K, 1]
             row = slice(value_head, value_head + 1)
-            o, new = one_token(state_ref[n, value_head], *mine, w[row] * v[row])
+            state = state_ref[n, value_head]
+            o, new = one_token(state, decay, erase, key, query, w[row] * v[row])
             outputs.append(o)
             new_ref[n, value_head] = new
         o_ref[n] = jnp.concatenate(outputs, 0).astype(o_ref.dtype)

@@ -20,6 +20,7 @@ from atomic_kernels.gdn2.gates import Projections
 from atomic_kernels.gdn2.tpu_layout import (
     SUBLANES,
     Layout,
+    Ref,
     lower,
     read_rows,
     read_steps,
@@ -58,15 +59,15 @@ class Plan:
 class InputRefs(NamedTuple):
     """Blocks [1, C, heads * D], D = K for q, k, g, b and V for v, w; rows [1, heads * K]."""
 
-    q: object
-    k: object
-    v: object
-    g: object
-    b: object
-    w: object
-    log_rate: object | None  # A_log, repeated K times
-    bias: object | None  # dt_bias
-    starts: object | None  # [1, 1, C] int32, 1 where a segment starts
+    q: Ref
+    k: Ref
+    v: Ref
+    g: Ref
+    b: Ref
+    w: Ref
+    log_rate: Ref  # A_log, repeated K times; None without projections
+    bias: Ref  # dt_bias; None without projections
+    starts: Ref  # [1, 1, C] int32, 1 where a segment starts; None without segments
 
 
 class InputArrays(NamedTuple):
@@ -86,12 +87,12 @@ class InputArrays(NamedTuple):
 class TokenScratch(NamedTuple):
     """Padded [heads, tiles, 8 pitch, lanes] float32, and operands [heads, levels, parts, C, K]."""
 
-    query: object
-    erase: object
-    key: object
-    decay: object
-    left: object  # upper half of q e, then of (b k) e
-    right: object  # k
+    query: Ref
+    erase: Ref
+    key: Ref
+    decay: Ref
+    left: Ref  # upper half of q e, then of (b k) e
+    right: Ref  # k
 
 
 class Chunk(NamedTuple):
@@ -306,11 +307,13 @@ class BlockSpecs:
 
     def name_inputs(self, refs: Sequence) -> tuple[InputRefs, list]:
         """The references of `inputs`, named, and those that follow."""
-        refs = list(refs)
-        tokens, refs = refs[:6], refs[6:]
-        gates_refs = [refs.pop(0), refs.pop(0)] if self._plan.projections else [None, None]
-        starts = refs.pop(0) if self._plan.segmented else None
-        return InputRefs(*tokens, *gates_refs, starts), refs
+        q, k, v, g, b, w, *rest = refs
+        log_rate = bias = starts = None
+        if self._plan.projections is not None:
+            log_rate, bias, *rest = rest
+        if self._plan.segmented:
+            starts, *rest = rest
+        return InputRefs(q, k, v, g, b, w, log_rate, bias, starts), rest
 
     def _tokens(self, size: int) -> pl.BlockSpec:
         shape = (1, self._plan.layout.chunk, self._plan.heads * size)

@@ -17,6 +17,7 @@ from atomic_kernels.gdn2.tpu_layout import (
     SUBLANES,
     TN,
     Layout,
+    Ref,
     dot,
     interleave,
     lower,
@@ -36,43 +37,43 @@ QUERY, ERASE, KEY = range(3)
 class SavedRefs(NamedTuple):
     """Blocks: dO [1, C, heads V]; S^T, A [1, 1, heads, ., .]; dS [1, value heads, K, V / G]."""
 
-    d_o: object
-    states: object
-    inverses: object
-    d_state: object
+    d_o: Ref
+    states: Ref
+    inverses: Ref
+    d_state: Ref
 
 
 class OutputRefs(NamedTuple):
     """Gradients, blocks like those of the inputs; parameter gradients are per batch element."""
 
-    q: object
-    k: object
-    v: object
-    g: object
-    b: object
-    w: object
-    state: object
-    log_rate: object | None
-    bias: object | None
+    q: Ref
+    k: Ref
+    v: Ref
+    g: Ref
+    b: Ref
+    w: Ref
+    state: Ref
+    log_rate: Ref  # None without projections, like bias
+    bias: Ref
 
 
 class Scratch(NamedTuple):
     """Vector memory of a grid step, first axis heads."""
 
     tokens: TokenScratch  # query, erase and key turn into dx of q, dx of b k and dk
-    state_operands: object  # [3, parts, C, K] Qt, Kb, Kg
-    square: object  # padded [C, C] Aqk, then dAqk
-    square2: object  # padded [C, C] dL
-    new_values: object  # [parts, C, V] Vn
-    d_written: object  # [parts, C, V] dR
-    row_decay: object  # padded [C, K] x*Dx, summed over levels
-    key_decay: object  # padded [C, K] k*Dk
-    run_decay: object  # [8, K] what all decays of a run get
-    key_steps: object  # [levels within runs, parts, C/2, K] their lower keys, by steps
-    swap: object  # padded [C, K], to change between row orders
-    d_state: object  # [V, K] dS^T
-    d_log_rate: object  # [1, K]
-    d_bias: object  # [1, K]
+    state_operands: Ref  # [3, parts, C, K] Qt, Kb, Kg
+    square: Ref  # padded [C, C] Aqk, then dAqk
+    square2: Ref  # padded [C, C] dL
+    new_values: Ref  # [parts, C, V] Vn
+    d_written: Ref  # [parts, C, V] dR
+    row_decay: Ref  # padded [C, K] x*Dx, summed over levels
+    key_decay: Ref  # padded [C, K] k*Dk
+    run_decay: Ref  # [8, K] what all decays of a run get
+    key_steps: Ref  # [levels within runs, parts, C/2, K] their lower keys, by steps
+    swap: Ref  # padded [C, K], to change between row orders
+    d_state: Ref  # [V, K] dS^T
+    d_log_rate: Ref  # [1, K]
+    d_bias: Ref  # [1, K]
 
 
 def d_scores(plan: Plan, chunk: Chunk, saved: SavedRefs, scratch: Scratch, head: int) -> None:
