@@ -39,6 +39,7 @@ from atomic_kernels.gdn2.tpu_layout import (
     TN,
     Layout,
     dot,
+    lower,
     read_parts,
     read_rows,
     read_steps,
@@ -74,7 +75,7 @@ def backward_body(
     chunk = tpu_tokens.describe_chunk(plan, number, inputs.starts)
     factors = [prepare(plan, chunk, inputs, scratch, h) for h in heads]
     for h in heads:
-        recompute_scores(plan, scratch, h)
+        score_high_levels(plan.layout, scratch, h)
     for h in heads:
         recompute_written(plan, chunk, inputs, saved, scratch, h)
     for h in heads:
@@ -117,40 +118,42 @@ def prepare(
     decay = tpu_tokens.decay_factors(g, chunk)
     tpu_tokens.write_tokens(scratch.tokens, head, q, k, decay, b, layout)
     totals = tpu_chunk.block_totals(read_steps(scratch.tokens.decay.at[head], layout))
-    tpu_tokens.write_low_operands(scratch.tokens, head, totals, layout, scratch.key_steps.at[head])
+    tpu_tokens.write_low_rows(scratch.tokens, head, totals, layout)
+    score_low_levels(layout, scratch, totals, head)
     factors = tpu_chunk.run_factors(totals[-1])
     for level in range(HIGH_LEVELS):
         left, right = tpu_tokens.high_operands(scratch.tokens, head, level, factors, layout)
         number = layout.low_levels + level
         write_parts(scratch.tokens.left.at[head, number], slice(None), left)
-        write_parts(scratch.tokens.right.at[head, number], slice(None), right)
+        write_parts(scratch.right.at[head, number], slice(None), right)
     for number, x in enumerate(tpu_tokens.chunk_operands(scratch.tokens, head, factors, layout)):
         write_parts(scratch.state_operands.at[head, number], slice(None), layout.split(x))
     return factors
 
 
-def recompute_scores(plan: Plan, scratch: Scratch, head: int) -> None:
-    """Aqk."""
-    layout = plan.layout
-    half_rows = layout.chunk // 2
-    tokens = scratch.tokens
-
-    def level_scores(number):
-        left = read_parts(tokens.left.at[head, number], slice(0, half_rows))
-        return dot(left, read_parts(tokens.right.at[head, number]), NT)  # [C/2, C]
-
-    scores = read_steps(scratch.square.at[head], layout)  # has the diagonal
-    for level in range(layout.low_levels):
-        mask = tpu_chunk.low_level_mask(layout.chunk, 1 << level)
+def score_low_levels(layout: Layout, scratch: Scratch, totals: list[Array], head: int) -> None:
+    """Aqk within runs; keeps the right operands, and the keys once more by steps."""
+    tokens, square = scratch.tokens, scratch.square.at[head]
+    scores = read_steps(square, layout)  # has the diagonal
+    for level, (right, k) in enumerate(tpu_tokens.low_keys(tokens, head, totals, layout)):
         half = SUBLANES << level
-        scores = tpu_chunk.place_upper(scores, level_scores(level), mask, half)
-    write_steps(scratch.square.at[head], scores, layout)
+        write_parts(scratch.right.at[head, level], slice(None), right)
+        write_parts(scratch.key_steps.at[head, level], slice(None), layout.split(lower(k, half)))
+        mask = tpu_chunk.low_level_mask(layout.chunk, 1 << level)
+        left = read_parts(tokens.left.at[head, level], slice(0, layout.chunk // 2))
+        scores = tpu_chunk.place_upper(scores, dot(left, right, NT), mask, half)
+    write_steps(square, scores, layout)
+
+
+def score_high_levels(layout: Layout, scratch: Scratch, head: int) -> None:
+    """Aqk between runs."""
     scores = read_rows(scratch.square.at[head], layout)
     for level in range(HIGH_LEVELS):
+        number = layout.low_levels + level
+        left = read_parts(scratch.tokens.left.at[head, number], slice(0, layout.chunk // 2))
+        found = dot(left, read_parts(scratch.right.at[head, number]), NT)  # [C/2, C]
         mask = tpu_chunk.high_level_mask(layout.chunk, 1 << level)
-        half = layout.run << level
-        found = level_scores(layout.low_levels + level)
-        scores = tpu_chunk.place_upper(scores, found, mask, half)
+        scores = tpu_chunk.place_upper(scores, found, mask, layout.run << level)
     write_rows(scratch.square.at[head], scores, layout)
 
 
@@ -259,7 +262,7 @@ def backward(
         named, rest = specs.name_inputs(refs[: -len(scratch_shapes)])
         scratch = refs[-len(scratch_shapes) :]
         outputs = OutputRefs(*[*rest[4:], None, None][:9])
-        scratch = Scratch(TokenScratch(*scratch[:6]), *scratch[6:])
+        scratch = Scratch(TokenScratch(*scratch[:5]), *scratch[5:])
         backward_body(plan, named, SavedRefs(*rest[:4]), outputs, scratch)
 
     results = pl.pallas_call(
@@ -285,9 +288,11 @@ def backward_scratch(plan: Plan) -> list:
     def operand(*shape):
         return pltpu.VMEM((heads, *shape), layout.operand_dtype)
 
+    levels = layout.low_levels + HIGH_LEVELS
     values = operand(layout.stored_parts, layout.chunk, layout.value_size)
     return [
-        *tpu_tokens.token_scratch(plan, layout.low_levels + HIGH_LEVELS),
+        *tpu_tokens.token_scratch(plan, levels),
+        operand(levels, layout.stored_parts, layout.chunk, layout.key_size),
         operand(3, layout.stored_parts, layout.chunk, layout.key_size),
         square,
         square,

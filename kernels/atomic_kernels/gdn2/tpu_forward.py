@@ -73,8 +73,7 @@ def forward_body(plan: Plan, save: bool, input_refs, state_ref, output_refs, scr
     chunk = tpu_tokens.describe_chunk(plan, number, input_refs.starts)
     for head in range(plan.heads):
         load_tokens(plan, chunk, input_refs, scratch, head)
-    factors = [prepare_low_levels(scratch.tokens, head, layout) for head in range(plan.heads)]
-    score_low_levels(plan, scratch)
+    factors = [score_low_levels(layout, scratch, head) for head in range(plan.heads)]
     invert_leaves(plan, scratch)
     score_high_levels(plan, scratch, factors)
     climb_ladder(plan, scratch)
@@ -107,29 +106,22 @@ def load_tokens(plan: Plan, chunk, input_refs: InputRefs, scratch: Scratch, head
     write_rows(scratch.query_scores.at[head], scores, layout)
 
 
-def prepare_low_levels(scratch: TokenScratch, head: int, layout: Layout) -> tpu_chunk.RunFactors:
-    """Operands of the levels within runs; returns the factors for those between runs."""
-    totals = tpu_chunk.block_totals(read_steps(scratch.decay.at[head], layout))
-    tpu_tokens.write_low_operands(scratch, head, totals, layout)
+def score_low_levels(layout: Layout, scratch: Scratch, head: int) -> tpu_chunk.RunFactors:
+    """Aqk and L within runs; returns the factors for the levels between runs."""
+    tokens, half_rows = scratch.tokens, layout.chunk // 2
+    totals = tpu_chunk.block_totals(read_steps(tokens.decay.at[head], layout))
+    tpu_tokens.write_low_rows(tokens, head, totals, layout)
+    query = read_steps(scratch.query_scores.at[head], layout)  # [C, C], has the diagonal
+    erase = jnp.zeros((layout.chunk, layout.chunk), jnp.float32)
+    for level, (right, _) in enumerate(tpu_tokens.low_keys(tokens, head, totals, layout)):
+        # [C, C]: q's upper steps, then b k's
+        scores = dot(read_parts(tokens.left.at[head, level]), right, NT)
+        mask = tpu_chunk.low_level_mask(layout.chunk, 1 << level)
+        query = tpu_chunk.place_upper(query, scores[:half_rows], mask, SUBLANES << level)
+        erase = tpu_chunk.place_upper(erase, scores[half_rows:], mask, SUBLANES << level)
+    write_steps(scratch.query_scores.at[head], query, layout)
+    scratch.leaf_scores[head] = erase
     return tpu_chunk.run_factors(totals[-1])
-
-
-def score_low_levels(plan: Plan, scratch: Scratch) -> None:
-    """Aqk and L within runs."""
-    layout = plan.layout
-    size, half_rows = layout.chunk, layout.chunk // 2
-    for head in range(plan.heads):
-        query = read_steps(scratch.query_scores.at[head], layout)  # [C, C], has the diagonal
-        erase = jnp.zeros((size, size), jnp.float32)
-        for level in range(layout.low_levels):
-            left = read_parts(scratch.tokens.left.at[head, level])
-            right = read_parts(scratch.tokens.right.at[head, level])
-            scores = dot(left, right, NT)  # [C, C]: q's upper steps, then b k's
-            mask = tpu_chunk.low_level_mask(size, 1 << level)
-            query = tpu_chunk.place_upper(query, scores[:half_rows], mask, SUBLANES << level)
-            erase = tpu_chunk.place_upper(erase, scores[half_rows:], mask, SUBLANES << level)
-        write_steps(scratch.query_scores.at[head], query, layout)
-        scratch.leaf_scores[head] = erase
 
 
 def invert_leaves(plan: Plan, scratch: Scratch) -> None:
@@ -241,7 +233,7 @@ def forward(
         named, rest = specs.name_inputs(refs)
         state_ref = rest.pop(0) if initial_state is not None else None
         outputs = [*rest, None, None][:4]
-        scratch = Scratch(TokenScratch(*scratch[:6]), *scratch[6:])
+        scratch = Scratch(TokenScratch(*scratch[:5]), *scratch[5:])
         forward_body(plan, save, named, state_ref, outputs, scratch)
 
     out_specs = [specs.values(), specs.state()]

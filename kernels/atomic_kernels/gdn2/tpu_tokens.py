@@ -6,7 +6,7 @@ level (`tpu_chunk`): x = q e and (b k) e in the upper half of the rows, k in the
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,7 +21,6 @@ from atomic_kernels.gdn2.tpu_layout import (
     SUBLANES,
     Layout,
     Ref,
-    lower,
     read_rows,
     read_steps,
     row_numbers,
@@ -85,14 +84,13 @@ class InputArrays(NamedTuple):
 
 
 class TokenScratch(NamedTuple):
-    """Padded [heads, tiles, 8 pitch, lanes] float32, and operands [heads, levels, parts, C, K]."""
+    """Padded float32 [heads, tiles, 8 pitch, lanes]; left [heads, levels, parts, C, K]."""
 
     query: Ref
     erase: Ref
     key: Ref
     decay: Ref
     left: Ref  # upper half of q e, then of (b k) e
-    right: Ref  # k
 
 
 class Chunk(NamedTuple):
@@ -107,7 +105,7 @@ def token_scratch(plan: Plan, levels: int) -> list:
     padded = pltpu.VMEM((plan.heads, *layout.padded(layout.key_size)), jnp.float32)
     shape = (plan.heads, levels, layout.stored_parts, layout.chunk, layout.key_size)
     operand = pltpu.VMEM(shape, layout.operand_dtype)
-    return [padded] * 4 + [operand] * 2
+    return [padded] * 4 + [operand]
 
 
 def describe_chunk(plan: Plan, number: Array, starts_ref) -> Chunk:
@@ -173,13 +171,8 @@ def write_tokens(
     write_rows(scratch.decay.at[head], decay, layout)
 
 
-def write_low_operands(
-    scratch: TokenScratch, head: int, totals: list[Array], layout: Layout, key_steps=None
-) -> None:
-    """Operands of the levels within runs; leaves x and k with their products over the run.
-
-    key_steps [levels, parts, C/2, K], if given, receives the lower rows of k once more, by steps.
-    """
+def write_low_rows(scratch: TokenScratch, head: int, totals: list[Array], layout: Layout) -> None:
+    """Left operands of the levels within runs; leaves x with its products over the run."""
     half_rows = layout.chunk // 2
     for number, ref in enumerate((scratch.query.at[head], scratch.erase.at[head])):
         x = read_steps(ref, layout)
@@ -189,14 +182,19 @@ def write_low_operands(
             write_parts(scratch.left.at[head, level], rows, operand)
             x = tpu_chunk.climb_rows(x, totals, level)
         write_steps(ref, x, layout)
+
+
+def low_keys(
+    scratch: TokenScratch, head: int, totals: list[Array], layout: Layout
+) -> Iterator[tuple[tuple[Array, ...], Array]]:
+    """Level by level within runs: the right operand [C, K] in order, and k [C, K] by steps.
+
+    Leaves k with its products over the run.
+    """
     ref = scratch.key.at[head]
     k = read_steps(ref, layout)
     for level in range(layout.low_levels):
-        operand = layout.split(read_rows(ref, layout))  # [C, K]
-        write_parts(scratch.right.at[head, level], slice(None), operand)
-        if key_steps is not None:
-            operand = layout.split(lower(k, SUBLANES << level))
-            write_parts(key_steps.at[level], slice(None), operand)
+        yield layout.split(read_rows(ref, layout)), k
         k = tpu_chunk.climb_keys(k, totals, level)
         changed = tpu_chunk.numbers(layout.run, 1 << level, above=False)
         write_steps(ref, k, layout, changed)

@@ -61,6 +61,7 @@ class Scratch(NamedTuple):
     """Vector memory of a grid step, first axis heads."""
 
     tokens: TokenScratch  # query, erase and key turn into dx of q, dx of b k and dk
+    right: Ref  # [levels, parts, C, K] k, in order
     state_operands: Ref  # [3, parts, C, K] Qt, Kb, Kg
     square: Ref  # padded [C, C] Aqk, then dAqk
     square2: Ref  # padded [C, C] dL
@@ -119,7 +120,7 @@ def level_gradients(
     """Dx [C, K], q's upper rows then b k's, and Dk [C, K], of masked upper rows [C/2, C] each."""
     d_level = plan.layout.split(jnp.concatenate([d_query_scores, d_erase_scores], 0))
     left = read_parts(scratch.tokens.left.at[head, number])
-    right = read_parts(scratch.tokens.right.at[head, number])
+    right = read_parts(scratch.right.at[head, number])
     return dot(d_level, right, NN), dot(d_level, left, TN)
 
 
@@ -140,7 +141,7 @@ def undo_high_levels(plan: Plan, scratch: Scratch, factors, head: int) -> None:
         d_rows, d_keys = level_gradients(plan, scratch, head, number, *chosen)
         products = join(read_parts(tokens.left.at[head, number])) * d_rows
         products = products[:half_rows] + products[half_rows:]  # [C/2, K], upper runs
-        keys = join(read_parts(tokens.right.at[head, number])) * d_keys  # zero in upper runs
+        keys = join(read_parts(scratch.right.at[head, number])) * d_keys  # zero in upper runs
         run_decay = tpu_chunk.pass_down_runs(run_decay, row_sums, key_sums, 1 << level)
         if level:
             zeros = jnp.zeros_like(products)
