@@ -16,12 +16,13 @@ where that is less. The truth should lie between the two.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from atomic_kernels.schedule.chips import Chip
 from atomic_kernels.schedule.hlo import HloModule, Instruction, Work, hbm_bytes
 
 from atomic_lib.aot.kernels import kernel_key
-from atomic_lib.aot.parts import COLLECTIVES, PARTS, part_of
+from atomic_lib.aot.parts import PARTS, part_of
 
 # Of the published peak; 700 GB/s on v5e. Our assumption for a long, regular pass.
 ASSUMED_HBM_FRACTION = 0.855
@@ -31,6 +32,7 @@ ASSUMED_LINK_BYTES_PER_SECOND = 90e9
 _COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start|-done)?$"
 )
+_CHAIN_ENDS = {"AsyncCollectiveStart": "start", "AsyncCollectiveDone": "end"}
 _MATRIX_PRODUCTS = ("convolution", "dot")
 _ESTIMATE = r'"estimated_cycles":"(\d+)"'
 
@@ -87,30 +89,35 @@ class ProgramCosts:
 
     def _costs(self, work: Iterable[Work]) -> list[Cost]:
         costs: list[Cost] = []
-        open_since: dict[str, int] = {}  # name of a collective's start -> its index in `costs`
+        open_since: dict[str, int] = {}  # what ties a collective's ends -> its index in `costs`
         for item in work:
             if item.executions is None:
                 raise ValueError(
                     f"instruction %{item.instruction.name} runs an unknown number of times; give "
                     "the loop a fixed trip count (lax.scan or fori_loop with a literal bound)"
                 )
-            started = [name for name in item.instruction.operands if name in open_since]
-            if started and item.instruction.opcode.endswith("-done"):
-                index = open_since.pop(started[0])
+            collective = self._collective(item.instruction)
+            if collective is not None and collective.role == "end":
+                index = open_since.pop(collective.tie)
                 costs[index] = _hide(costs[index], costs[index + 1 :])
                 continue
-            cost = self._cost(item.instruction, item.executions, item.hbm_bytes)
+            cost = self._cost(item.instruction, item.executions, item.hbm_bytes, collective)
             if cost is None:
                 continue
-            if item.instruction.opcode.endswith("-start") and cost.part == COLLECTIVES:
-                open_since[item.instruction.name] = len(costs)
+            if collective is not None and collective.role == "start":
+                open_since[collective.tie] = len(costs)
             costs.append(cost)
         return costs
 
-    def _cost(self, instruction: Instruction, executions: int, hbm_size: int) -> Cost | None:
-        collective = self._collective(instruction)
+    def _cost(
+        self,
+        instruction: Instruction,
+        executions: int,
+        hbm_size: int,
+        collective: "_Collective | None",
+    ) -> Cost | None:
         if collective is not None:
-            kind, size = "collective", collective
+            kind, size = "collective", collective.sent
             seconds = at_bandwidth = size / ASSUMED_LINK_BYTES_PER_SECOND
         else:
             size = float(hbm_size)
@@ -151,25 +158,51 @@ class ProgramCosts:
         called = instruction.attribute(r"calls=%([^,\s]+)")
         return self._module.computations.get(called, []) if called else []
 
-    def _collective(self, instruction: Instruction) -> float | None:
-        """Bytes that a chip sends for this instruction, or None if it is no collective."""
+    def _collective(self, instruction: Instruction) -> "_Collective | None":
+        """What this instruction does of a collective, or None if it is none.
+
+        An asynchronous one is a pair of opcodes (all-gather-start, all-gather-done), or three kinds
+        of fusion around the same collective, tied by a chain_id: one that starts it, matrix
+        products during which it goes on, and one that ends it.
+        """
         inside = self._inside(instruction)
         for item in [instruction, *inside]:
             match = _COLLECTIVE.match(item.opcode)
-            if match is None or match[2] == "-done":
+            if match is None:
                 continue
-            opcode, shape = match[1], item.shape
-            if match[2] == "-start" and opcode == "all-gather":
-                # Its result is (operand, gathered array).
-                shape = shape.rpartition("(")[2] if shape.count("(") > 1 else shape
-            result = hbm_bytes(re.sub(r"S\(\d+\)", "", shape))
-            if match[2] == "-start" and opcode == "all-gather":
-                result = round(result * _devices(item) / (_devices(item) + 1))
+            if match[2] == "-done":
+                return _Collective(0.0, "end", instruction.operands[0])
+            role, tie = "whole", instruction.name
+            if match[2] == "-start":
+                role = "start"
+            chain = item.attribute(r'chain_id="([^"]*)"')
+            if chain is not None:
+                targets = {i.attribute(r'custom_call_target="([^"]*)"') for i in inside}
+                role = next((_CHAIN_ENDS[t] for t in targets if t in _CHAIN_ENDS), "")
+                tie = f"chain {chain}"
+                if not role:
+                    return None
             # The compiler writes a reduce-scatter as an all-reduce whose result is cut.
-            cut = opcode == "all-reduce" and any(i.opcode == "dynamic-slice" for i in inside)
-            sent = ring_bytes(opcode, result, _devices(item))
-            return sent / 2 if cut else sent
+            cut = match[1] == "all-reduce" and any(i.opcode == "dynamic-slice" for i in inside)
+            sent = ring_bytes(match[1], _result_bytes(item, match), _devices(item))
+            return _Collective(sent / 2 if cut else sent, role, tie)
         return None
+
+
+class _Collective(NamedTuple):
+    sent: float  # bytes that a chip sends
+    role: str  # "whole", "start" or "end"
+    tie: str  # equal for a start and its end
+
+
+def _result_bytes(instruction: Instruction, match: re.Match) -> int:
+    """Bytes of a collective's result, in whatever memory it lies."""
+    result = hbm_bytes(re.sub(r"S\(\d+\)", "", instruction.shape))
+    if match[2] == "-start" and match[1] == "all-gather":
+        # Its result names both ends: (operand, gathered array).
+        devices = _devices(instruction)
+        result = round(result * devices / (devices + 1))
+    return result
 
 
 def _hide(cost: Cost, between: list[Cost]) -> Cost:

@@ -222,3 +222,46 @@ def test_the_compilers_memory_message_is_read(message, sizes):
         assert found is None
     else:
         assert found == pytest.approx([size * 2**30 for size in sizes], abs=1)
+
+
+CHAINED = """HloModule jit_step, is_scheduled=true
+
+%start.body (p: bf16[128,1024]) -> (bf16[128,1024], bf16[1024,1024], u32[]) {
+  %p = bf16[128,1024]{1,0} parameter(0)
+  %g.1 = bf16[1024,1024]{1,0} all-gather(%p), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, frontend_attributes={chain_id="4"}
+  ROOT %c.1 = (bf16[128,1024]{1,0}, bf16[1024,1024]{1,0}, u32[]) custom-call(%g.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%middle.body (p.1: bf16[512,1024], q.1: bf16[1024,1024], s: bf16[128,1024]) -> bf16[512,1024] {
+  %p.1 = bf16[512,1024]{1,0} parameter(0)
+  %q.1 = bf16[1024,1024]{1,0} parameter(1)
+  %s = bf16[128,1024]{1,0} parameter(2)
+  %g.2 = bf16[1024,1024]{1,0} all-gather(%s), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, frontend_attributes={chain_id="4"}
+  ROOT %d = bf16[512,1024]{1,0} convolution(%p.1, %q.1), dim_labels=bf_io->bf
+}
+
+%end.body (s.1: bf16[128,1024]) -> bf16[1024,1024] {
+  %s.1 = bf16[128,1024]{1,0} parameter(0)
+  %g.3 = bf16[1024,1024]{1,0} all-gather(%s.1), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, frontend_attributes={chain_id="4"}
+  ROOT %c.3 = bf16[1024,1024]{1,0} custom-call(%g.3), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: bf16[512,1024], w: bf16[1024,1024], v: bf16[128,1024]) -> bf16[1024,1024] {
+  %x = bf16[512,1024]{1,0} parameter(0)
+  %w = bf16[1024,1024]{1,0} parameter(1)
+  %v = bf16[128,1024]{1,0} parameter(2)
+  %async-collective-start = (bf16[128,1024]{1,0}, bf16[1024,1024]{1,0}, u32[]) fusion(%v), kind=kCustom, calls=%start.body
+  %fusion.1 = bf16[512,1024]{1,0} fusion(%x, %w, %v), kind=kOutput, calls=%middle.body, backend_config={"estimated_cycles":"15000"}
+  ROOT %async-collective-done = bf16[1024,1024]{1,0} fusion(%v), kind=kCustom, calls=%end.body
+}
+"""  # noqa: E501
+
+
+def test_a_gather_that_runs_during_a_matrix_product_counts_once():
+    costs = {cost.name: cost for cost in ProgramCosts(HloModule(CHAINED), V5E, {}).costs}
+    assert set(costs) == {"async-collective-start", "fusion.1"}
+    assert costs["fusion.1"].kind == "matrix product"
+    assert costs["fusion.1"].seconds == pytest.approx(15_000 / CLOCK, rel=1e-9)
+    exposed = 7 / 8 * 2 * MIB / LINK - 15_000 / CLOCK
+    assert exposed > 0
+    assert costs["async-collective-start"].seconds == pytest.approx(exposed, rel=1e-9)

@@ -163,6 +163,18 @@ def test_opcodes_inside_a_fusion_are_known():
     assert work["kernel.1"].fused == frozenset()
 
 
+def test_an_attribute_printed_over_three_lines_stays_with_its_instruction():
+    # jax's splash attention hands its block sizes on; the lines that follow must not end the
+    # computation, although one begins with a brace.
+    metadata = 'frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"block_q\\": 256}"\n}}'
+    target = 'custom_call_target="tpu_custom_call"'
+    broken = MODULE.replace(target, f'{target}, {metadata}, metadata={{op_name="a/b"}}')
+    assert broken.count("\n") == MODULE.count("\n") + 2
+    found = work_by_name(broken)
+    assert list(found) == list(work_by_name(MODULE))
+    assert found["kernel.1"].instruction.attribute(r'op_name="([^"]*)"') == "a/b"
+
+
 def test_text_that_is_no_module_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         HloModule("HloModule nothing\n")

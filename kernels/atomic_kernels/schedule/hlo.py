@@ -23,6 +23,8 @@ _BITS = {
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](?:\{([^{}]*)\})?")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([^\s=]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
+# An attribute that the printer spreads over lines, e.g. kernel_metadata={ "xprof_metadata":"..." }.
+_BROKEN_ATTRIBUTE = re.compile(r"\{\n(\"[^\n]*)\n\}")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 # Bookkeeping that issues no work of its own.
 _FREE = frozenset(
@@ -86,7 +88,7 @@ class HloModule:
         self.entry = ""
         self._shapes: dict[str, str] = {}
         current: list[Instruction] | None = None
-        for line in text.splitlines():
+        for line in _BROKEN_ATTRIBUTE.sub(r"{\1}", text).splitlines():
             header = _COMPUTATION.match(line)
             if header:
                 current = self.computations.setdefault(header.group(2), [])
