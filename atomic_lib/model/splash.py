@@ -30,9 +30,8 @@ def splash_attention(q: Array, k: Array, v: Array, *, scale: float, first_visibl
 
     length, heads = q.shape[1:3]
     padded = -(-length // ROW_MULTIPLE) * ROW_MULTIPLE
-    if window is None:
-        mask = splash.CausalMask((padded, padded))
-    else:
+    mask: splash.Mask = splash.CausalMask((padded, padded))
+    if window is not None:
         mask = splash.LocalMask((padded, padded), (window - 1, 0), 0)
     block = next(size for size in BLOCKS if padded % size == 0)
     compute = min(block, COMPUTE_BLOCK)
