@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 SMOKE_ORDER := preflight kernel_audit train_baseline train_hybrid export evaluate compare
 PARAMS ?= $(SMOKE_ORDER:%=params/%/smoke.yaml)
 TESTS ?= tests
+# A file of tests stays in one process; most of their time is compiling, on one core each.
+PYTEST := -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
 .PHONY: help run test unit notebooks lint clean
 .DEFAULT_GOAL := help
@@ -17,10 +19,10 @@ run: $(VENV)/.installed ## run the whole suite at smoke size, or one run: PARAMS
 	@$(BIN)/python -m atomic_lib.run $(PARAMS)
 
 test: $(VENV)/.installed-dev ## run every test (unit tests, notebook pairs, each notebook's smoke run)
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python $(PYTEST) $(TESTS)
 
 unit: $(VENV)/.installed-dev ## run the tests that need no notebook
-	@$(BIN)/python -m pytest $(TESTS) -m "not notebook"
+	@$(BIN)/python $(PYTEST) $(TESTS) -m "not notebook"
 
 notebooks: $(VENV)/.installed ## refresh the .ipynb pairs from their .py sources
 	@$(BIN)/jupytext --quiet --to ipynb --update notebooks/[0-9]*.py

@@ -24,12 +24,14 @@ def repository(request, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def environment(repository) -> dict[str, str]:
+def environment(request, tmp_path_factory) -> dict[str, str]:
     """Of the child processes: on the CPU, with one compilation cache for all of them."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if hasattr(request.config, "workerinput") else base
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(repository.parent / "jax-cache"),
+        "JAX_COMPILATION_CACHE_DIR": str(shared / "jax-cache"),
         "JUPYTER_PREFER_ENV_PATH": "1",
         "PYTHONPATH": "",
     }
