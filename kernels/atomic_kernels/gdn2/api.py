@@ -19,6 +19,9 @@ from atomic_kernels.gdn2.tpu_step import gdn2_step_tpu
 # Rows of a chunk on the XLA backend. Products grow with it, saved states shrink with it: 64 was
 # the fastest of 32, 64, 128 for forward and backward on a CPU (python -m atomic_kernels.bench).
 XLA_CHUNK_SIZE = 64
+# Chunks whose state-free work an accelerator does together. On an H200 at (B 8, T 4096, H 6, 128),
+# bf16, forward + backward: 28.0 ms with 1, 19.3 with 8, 17.8 with 32 and three times the memory.
+ACCELERATOR_CHUNKS_AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,6 +246,15 @@ def _run(
     return _run_xla(inputs, projections, gate_parameters, initial_state, segment_ids, scale, choice)
 
 
+def _chunks_at_once(length: int, chunk_size: int) -> int:
+    """Few enough that the last group is not mostly padding; 1 on a CPU, for its cache."""
+    if jax.default_backend() == "cpu":
+        return 1
+    chunks = -(-length // chunk_size)
+    groups = -(-chunks // ACCELERATOR_CHUNKS_AT_ONCE)
+    return -(-chunks // groups)
+
+
 def _run_xla(inputs, projections, gate_parameters, initial_state, segment_ids, scale, choice):
     batch, length, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
@@ -252,7 +264,7 @@ def _run_xla(inputs, projections, gate_parameters, initial_state, segment_ids, s
     plan = xla.Plan(
         scale=float(scale),
         chunk_size=choice.chunk_size,
-        chunks_at_once=1,
+        chunks_at_once=_chunks_at_once(length, choice.chunk_size),
         precision=DOT_PRECISIONS[choice.precision],
         projections=projections,
     )
