@@ -117,6 +117,8 @@ def describe_chunk(plan: Plan, number: Array, starts_ref) -> Chunk:
         # The flags come along the lanes; a transposed square has them along the sublanes.
         square = jnp.broadcast_to(starts_ref[0].astype(jnp.float32), (size, size))
         starts = jnp.transpose(square)[:, :1] != 0.0
+        if valid is not None:
+            starts = starts & valid  # beyond T there is anything; the state must pass unharmed
     return Chunk(valid, starts)
 
 
