@@ -20,7 +20,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -126,10 +126,13 @@ class Compiled:
         self.forward = functools.partial(jax.jit(function).lower(*inputs).compile(), *inputs)
         both = jax.jit(with_gradients).lower(cotangent, *inputs).compile()
         self.both = functools.partial(both, cotangent, *inputs)
-        self.temporary_bytes = both.memory_analysis().temp_size_in_bytes
+        memory = both.memory_analysis()
+        if memory is None:
+            raise RuntimeError(f"{jax.default_backend()} does not state a program's memory")
+        self.temporary_bytes = memory.temp_size_in_bytes
 
 
-def time_in_turns(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
+def time_in_turns(calls: Mapping[str, Callable], repeats: int) -> dict[str, list[float]]:
     """Milliseconds of each call, `repeats` times, the calls taking turns."""
     for call in calls.values():
         jax.block_until_ready(call())
@@ -146,12 +149,13 @@ def disagreement(results: tuple[Array, ...], reference: tuple[Array, ...]) -> fl
     """The largest relative RMS difference over o and the six gradients."""
     differences = []
     for got, want in zip(results, reference, strict=True):
-        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-        differences.append(np.linalg.norm(got - want) / np.linalg.norm(want))
+        truth = np.asarray(want, np.float64)
+        error = np.asarray(got, np.float64) - truth
+        differences.append(np.linalg.norm(error) / np.linalg.norm(truth))
     return float(np.max(differences))
 
 
-def compare(functions: dict[str, Callable], length: int, repeats: int) -> list[dict]:
+def compare(functions: Mapping[str, Callable], length: int, repeats: int) -> list[dict]:
     """A row for each implementation at one length."""
     inputs = make_inputs(length)
     compiled = {}
@@ -240,7 +244,10 @@ def main(arguments: list[str] | None = None) -> int:
     functions: dict[str, Callable] = {"xla": gdn2_xla, "autodiff of the chunks": chunked_autodiff}
     if importlib.util.find_spec("atomic_ops"):
         functions["atomic-ops 0.2.0"] = atomic_ops_cpu
-    slow = {"token by token": gdn2_token_by_token, "associative scan": associative_scan}
+    slow: dict[str, Callable] = {
+        "token by token": gdn2_token_by_token,
+        "associative scan": associative_scan,
+    }
     report = {
         "command": f"python -m atomic_kernels.bench --repeats {options.repeats}",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -248,7 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
         "jax": jax.__version__,
         "repeats": options.repeats,
         "rows": compare(functions, LENGTH, options.repeats)
-        + compare(functions | slow, SHORT_LENGTH, options.repeats),
+        + compare({**functions, **slow}, SHORT_LENGTH, options.repeats),
         "growth": growth(options.repeats),
     }
     print(table(report))

@@ -17,7 +17,6 @@ import pytest
 from atomic_kernels import accuracy, hard_inputs
 from atomic_kernels.gdn2.arithmetic import dot
 from atomic_kernels.hard_inputs import Shape
-
 from gdn2_cases import FAST_COMPILE, assert_close, run, small_inputs
 
 QUICK = accuracy.cases_of("quick")

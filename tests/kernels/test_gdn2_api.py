@@ -9,7 +9,6 @@ import pytest
 from atomic_kernels import compat
 from atomic_kernels.gdn2 import describe_backend, gdn2, gdn2_from_projections, gdn2_step
 from atomic_kernels.gdn2 import xla as xla_backend
-
 from gdn2_cases import assert_close, run, small_inputs
 
 PER_TOKEN = ("q", "k", "v", "g", "b", "w")

@@ -14,7 +14,6 @@ from atomic_kernels.gdn2 import decay_gate, gdn2_from_projections
 from atomic_kernels.gdn2.decay import Decays, local_decay_sums, local_decay_sums_gradient
 from atomic_kernels.gdn2.gates import LARGEST_EXPONENT
 from atomic_kernels.gdn2.scores import invert_unit_lower
-
 from gdn2_cases import FAST_COMPILE, assert_close, small_inputs
 
 HEADS, SIZE = 2, 16

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from atomic_kernels.gdn2 import gdn2, gdn2_step
-
 from gdn2_cases import FAST_COMPILE, NAMES, assert_close, assert_same_bits, run, small_inputs
 
 LENGTH = 80

@@ -217,8 +217,9 @@ def _run(
     if projections is None:
         checks.check_decay(inputs.g)
     else:
-        gate_parameters = tuple(None if x is None else jnp.asarray(x) for x in gate_parameters)
-        checks.check_gate_parameters(*gate_parameters, projections.lower_bound, inputs.q)
+        A_log, dt_bias = (None if x is None else jnp.asarray(x) for x in gate_parameters)
+        checks.check_gate_parameters(A_log, dt_bias, projections.lower_bound, inputs.q)
+        gate_parameters = (A_log, dt_bias)
     if segment_ids is not None:
         segment_ids = jnp.asarray(segment_ids)
         checks.check_segment_ids(segment_ids, tuple(inputs))

@@ -43,7 +43,8 @@ def decay_gate(
     if dt_bias is not None:
         z = z + dt_bias.astype(dtype)
     log_rate = jnp.zeros((), dtype) if A_log is None else A_log.astype(dtype)[..., None]
-    return decay_of_rate(*jnp.broadcast_arrays(z, log_rate), lower_bound)
+    z, log_rate = jnp.broadcast_arrays(z, log_rate)
+    return decay_of_rate(z, log_rate, lower_bound)
 
 
 def decay_of_rate(z: Array, log_rate: Array, lower_bound: float | None) -> Array:

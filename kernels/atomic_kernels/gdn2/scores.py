@@ -111,8 +111,8 @@ def _near_gradients(
     dk = dot(d_scores, jnp.concatenate([qf, ef], -2), precision, "tn")  # [L, C/n, n, K]
     # In a level, dq and de are zero in even rows and dk in odd ones: the masks saw to it.
     d_levels = (qf * dq + ef * de + kf * dk).reshape(-1, *k.shape)  # [L, C, K]
-    sums = [(x * factors).sum(0).reshape(k.shape) for x in (dq, de, dk)]  # [C, K]
-    return PairGradients(*sums, tuple(d_levels))
+    dq, de, dk = ((x * factors).sum(0).reshape(k.shape) for x in (dq, de, dk))  # [C, K]
+    return PairGradients(dq, de, dk, tuple(d_levels))
 
 
 def invert_unit_lower(lower: Array, precision: str) -> Array:
