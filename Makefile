@@ -9,7 +9,7 @@ TESTS ?= tests
 # A file of tests stays in one process; most of their time is compiling, on one core each.
 PYTEST := -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
-.PHONY: help run test unit notebooks lint clean
+.PHONY: help run test unit schedules notebooks lint clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -18,11 +18,14 @@ help: ## show this list
 run: $(VENV)/.installed ## run the whole suite at smoke size, or one run: PARAMS=params/train_hybrid/seed1.yaml
 	@$(BIN)/python -m atomic_lib.run $(PARAMS)
 
-test: $(VENV)/.installed-dev ## run every test (unit tests, notebook pairs, each notebook's smoke run)
-	@$(BIN)/python $(PYTEST) $(TESTS)
+test: $(VENV)/.installed-dev ## run the tests: units, notebook pairs, each notebook's smoke run
+	@$(BIN)/python $(PYTEST) $(TESTS) -m "not compiler"
 
 unit: $(VENV)/.installed-dev ## run the tests that need no notebook
-	@$(BIN)/python $(PYTEST) $(TESTS) -m "not notebook"
+	@$(BIN)/python $(PYTEST) $(TESTS) -m "not notebook and not compiler"
+
+schedules: $(VENV)/.installed-dev ## compile the TPU kernels for v5e and compare with schedule.lock.json (long)
+	@$(BIN)/python -m pytest $(TESTS) -m compiler
 
 notebooks: $(VENV)/.installed ## refresh the .ipynb pairs from their .py sources
 	@$(BIN)/jupytext --quiet --to ipynb --update notebooks/[0-9]*.py

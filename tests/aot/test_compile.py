@@ -19,10 +19,13 @@ from atomic_lib.aot import compile_report
 from atomic_lib.aot.parts import PARTS
 from atomic_lib.config import TrainConfig
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu, the TPU compiler, is not installed on this platform",
-)
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu, the TPU compiler, is not installed on this platform",
+    ),
+]
 CHIPS = 8
 
 

@@ -85,6 +85,8 @@ def test_unknown_cases_are_refused_by_name():
         lock.measure("bf17_forward")
 
 
+@pytest.mark.compiler
+@pytest.mark.timeout(2400)
 @pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64")
     or importlib.util.find_spec("libtpu") is None,

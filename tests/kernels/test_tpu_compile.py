@@ -14,9 +14,13 @@ from pathlib import Path
 import pytest
 from atomic_kernels.schedule import ScheduleReport, compile_schedule
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed"
-)
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu, the TPU compiler, is not installed",
+    ),
+]
 
 CASES = Path(__file__).parent / "tpu_cases.py"
 LENGTH = 2048
