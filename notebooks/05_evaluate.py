@@ -88,5 +88,5 @@ show_figure(run_folder, "position_loss", position_curves(evaluation))
 # %%
 from atomic_lib.notebook import offer_zip
 
-run_folder.succeed(stop_reason="completed", models=evaluations)
+run_folder.succeed(stop_reason="completed", models=len(evaluations), evaluations=evaluations)
 offer_zip(run_folder)

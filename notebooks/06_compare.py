@@ -97,5 +97,5 @@ show_table(comparison.target_rows(), caption="To target")
 # %%
 from atomic_lib.notebook import offer_zip
 
-run_folder.succeed(stop_reason="completed", final=comparison.final_rows())
+run_folder.succeed(stop_reason="completed", **comparison.summary())
 offer_zip(run_folder)

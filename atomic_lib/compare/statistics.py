@@ -105,6 +105,16 @@ class Comparison:
             rows.append(row)
         return rows
 
+    def summary(self) -> dict[str, Any]:
+        """The headline as results of a run: each difference at the last common step, and where."""
+        last = self._step_row(self.common_steps[-1])
+        differences = {
+            f"{name} - {self.reference} {measure}": last[f"{name} − {self.reference} {measure}"]
+            for name in self.others
+            for measure in MEASURES
+        }
+        return {**differences, "common_steps": len(self.common_steps), "final": self.final_rows()}
+
     def _step_row(self, step: int) -> dict[str, Any]:
         tokens = self.curves[self.reference][0].tokens_per_step * step
         row: dict[str, Any] = {"step": step, "tokens": tokens}
