@@ -19,9 +19,9 @@ from atomic_kernels.gdn2.chunk import Inputs
 
 # Under the square root of the L2 norm. A zero vector stays zero with a finite gradient.
 NORM_EPSILON = 1e-6
-# exp overflows float32 above 88.72; a decay of -3e+38 nats is as good as any beyond it, and its
-# product with a zero gradient is 0 where infinity's would be NaN.
-LARGEST_EXPONENT = 88.7
+# exp overflows float32 above 88.72. A decay of -5e+34 nats is as good as any beyond it, and leaves
+# a factor 6000 for bounds, cotangents and sums; its product with a zero gradient is 0, not NaN.
+LARGEST_EXPONENT = 80.0
 
 
 def decay_gate(
