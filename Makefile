@@ -7,7 +7,7 @@ SMOKE_ORDER := preflight kernel_audit train_baseline train_hybrid export evaluat
 PARAMS ?= $(SMOKE_ORDER:%=params/%/smoke.yaml)
 TESTS ?= tests
 # A file of tests stays in one process; most of their time is compiling, on one core each.
-PYTEST := -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+PYTEST := -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help run test unit schedules notebooks lint clean
 .DEFAULT_GOAL := help
