@@ -38,7 +38,7 @@ clean: ## remove environments and caches; outputs/ and data/ stay
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed: requirements.txt
-	@echo "Installing into $(VENV) (first use: a few minutes, about 2.5 GB)"
+	@echo "Installing into $(VENV) (first use: a few minutes, about 3 GB)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
