@@ -3,8 +3,8 @@
 
 Oracle: the recurrence token by token in float64 with JAX's autodiff; it shares no code with the
 chunked form. The oracle itself is checked against finite differences and against a NumPy loop
-written here. Limits: 2e-5 in float32 (worst measured 1.5e-6), 6e-3 to 1.2e-2 with bfloat16
-operands (rounding is 2^-9 = 2e-3; worst measured about half the limits), 1e-4 with three passes.
+written here. Limits: 2e-5 in float32 (worst of kernels/accuracy.md 1.0e-5), 6e-3 to 1.2e-2 with
+bfloat16 operands (rounding is 2^-9 = 2e-3), 1e-4 with three passes.
 All shapes on demand: python -m atomic_kernels.accuracy --scope full.
 """
 

@@ -56,6 +56,8 @@ def local_decay_sums_gradient(d: Decays) -> Array:
         odd = odd_rows(size, half)  # [C, 1]
         d_prefix = d_prefix + jnp.where(odd, d_level, 0.0)
         d_suffix = d_suffix + jnp.where(odd, 0.0, d_level)
+        # Unfused, or XLA computes every level above again for each level below.
+        d_prefix, d_suffix, d_totals = lax.optimization_barrier((d_prefix, d_suffix, d_totals))
     return d_prefix + d_totals
 
 
