@@ -14,7 +14,7 @@
 # | | |
 # |---|---|
 # | needs | any machine; the schedules need libtpu (Linux, x86-64) and no TPU |
-# | wall time | `smoke` about a minute on 2 cores; `full` about 15 min |
+# | wall time | `smoke` about a minute on 2 cores; `full` was not timed: it compiles eight programs for the TPU |
 # | quota | none |
 # | inputs | none: inputs are generated |
 # | outputs | `outputs/kernel_audit-<run>/`: accuracy.json, identities.json, timing.json, schedules.json, figures |

@@ -14,7 +14,7 @@
 # | | |
 # |---|---|
 # | needs | any CPU for `smoke`; a TPU v5e-8 for `seed1` and `seed2` |
-# | wall time | `smoke` about 2 min on 2 cores; a seed 8 h 54 min |
+# | wall time | `smoke` 2 to 3 min on 2 cores; a seed 8 h 54 min |
 # | quota | a seed takes 9 of Kaggle's 20 TPU hours a week |
 # | inputs | `smoke`: English text inside Python itself; a seed: `windmaple/openwebtext-gpt2`, attached |
 # | outputs | `outputs/train_baseline-<run>/`: metrics, checkpoints, figures, evidence |

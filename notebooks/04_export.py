@@ -14,7 +14,7 @@
 # | | |
 # |---|---|
 # | needs | finished training runs in `outputs/` |
-# | wall time | `smoke` half a minute; a full-size model about a minute |
+# | wall time | `smoke` half a minute; full size was not timed |
 # | quota | none: a CPU is enough |
 # | inputs | `outputs/train_*-<run>/` |
 # | outputs | `outputs/export-<run>/<training run>/`: `model.safetensors`, `config.json`, `export.json` |
