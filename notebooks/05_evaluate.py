@@ -68,7 +68,7 @@ show_manifest(run_folder)
 from atomic_lib.evaluate import evaluate
 from atomic_lib.notebook import show_table
 
-evaluations = evaluate(run_folder, config, root=session.root, per_position=True)
+evaluations = evaluate(run_folder, config, root=session.root)
 show_table(evaluations, caption="Exported weights on the validation split")
 
 # %% [markdown]

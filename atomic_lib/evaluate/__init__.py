@@ -2,11 +2,10 @@
 """Exported models on the validation split: estimated and exact bits per byte."""
 
 from atomic_lib.evaluate.runs import evaluate
-from atomic_lib.evaluate.validation import evaluate_parameters, position_losses, position_rows
+from atomic_lib.evaluate.validation import evaluate_parameters, position_rows
 
 __all__ = [
     "evaluate",
     "evaluate_parameters",
-    "position_losses",
     "position_rows",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 from atomic_lib.config import EvaluateConfig, TrainConfig
 from atomic_lib.config.coerce import build
 from atomic_lib.data import TokenDataset, open_dataset
-from atomic_lib.evaluate.validation import evaluate_parameters, position_losses, position_rows
+from atomic_lib.evaluate.validation import evaluate_parameters, position_rows
 from atomic_lib.evidence import RunFolder, effective_rows, read_rows
 from atomic_lib.evidence.finished_run import FinishedRun
 from atomic_lib.evidence.metrics_log import Row
@@ -20,14 +20,12 @@ from atomic_lib.export.layout import EXPORT, ExportedModel, read_export
 SAME_RESULT_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-3}  # relative, of the mean loss
 
 
-def evaluate(
-    run: RunFolder, config: EvaluateConfig, *, root: Path, per_position: bool = False
-) -> list[dict[str, Any]]:
+def evaluate(run: RunFolder, config: EvaluateConfig, *, root: Path) -> list[dict[str, Any]]:
     """Evaluates the exports in run.path's neighbour `config.source`; a table row for each.
 
-    evaluation.json holds, per model, the sums, bits per byte, the data's hash, and the trainer's
-    last evaluation beside it. root: the repository, for `open_dataset`. per_position also writes
-    the mean loss by position. Raises FileNotFoundError or ValueError if the source is missing, not
+    evaluation.json holds, per model, the sums, bits per byte, the mean loss by position, the data's
+    hash, and the trainer's last evaluation beside it. root: the repository, for `open_dataset`.
+    Raises FileNotFoundError or ValueError if the source is missing, not
     verified or holds no export, ValueError if the data are not those that the run was trained with,
     and RuntimeError if a model does not repeat its trainer's last evaluation.
     """
@@ -39,7 +37,7 @@ def evaluate(
         )
     reports = []
     for folder in folders:
-        report = _evaluate_export(run, read_export(folder), config, root, per_position)
+        report = _evaluate_export(run, read_export(folder), config, root)
         reports.append(report)
     run.write_json(
         "evaluation.json",
@@ -50,7 +48,7 @@ def evaluate(
 
 
 def _evaluate_export(
-    run: RunFolder, exported: ExportedModel, config: EvaluateConfig, root: Path, per_position: bool
+    run: RunFolder, exported: ExportedModel, config: EvaluateConfig, root: Path
 ) -> dict[str, Any]:
     folder, origin = exported.folder, exported.facts["source"]
     training: TrainConfig = build(TrainConfig, origin["training"])
@@ -63,7 +61,8 @@ def _evaluate_export(
         progress=lambda done, total: run.progress("evaluate", done, total, origin["run_id"]),
     )  # fmt: skip
     _require_same_result(found, trained, training.compute_dtype, origin["run_id"])
-    report = {
+    position_nats = found.pop("position_nats")
+    return {
         "run_id": origin["run_id"],
         "step": origin["step"],
         "weights_sha256": exported.facts["files"]["model.safetensors"]["sha256"],
@@ -74,14 +73,9 @@ def _evaluate_export(
         "batch_size": batch_size,
         **found,
         "trainer": None if trained is None else {k: trained[k] for k in ("ce", "target_tokens")},
+        "positions": position_rows(position_nats),
+        "position_nats": position_nats.tolist(),
     }
-    if per_position:
-        losses = position_losses(
-            exported.tensors, training, dataset, batch_size=batch_size, batches=batches
-        )
-        report["positions"] = position_rows(losses)
-        report["position_nats"] = losses.tolist()
-    return report
 
 
 def _trainer_evaluation(folder: Path, step: int) -> Row | None:

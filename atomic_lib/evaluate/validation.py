@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 from atomic_lib.config import TrainConfig
 from atomic_lib.data import TokenDataset
 from atomic_lib.train.evaluation import Validation
-from atomic_lib.train.loss import token_losses
 from atomic_lib.train.program import model_forward
 from atomic_lib.train.sharding import Placement
 from atomic_lib.train.step import make_eval_step
@@ -36,7 +35,9 @@ def evaluate_parameters(
     Model, dtype, sequence length and loss are those of `training`; the batch is spread over as many
     of this machine's devices as divide it. Returns the fields of an evaluation row: ce (nats a
     target), bpb_est, bpb_exact, bytes, exact_nats (these three None where the tokenizer is not
-    known), target_tokens, batches. Raises ValueError if the split has no full batch.
+    known), target_tokens, batches; and position_nats float64 [sequence_length], the mean
+    cross-entropy of targets that have t + 1 tokens of context. Raises ValueError if the split has
+    no full batch.
     """
     shares = _devices_for(batch_size)
     config = dataclasses.replace(
@@ -47,35 +48,9 @@ def evaluate_parameters(
     step = make_eval_step(model_forward(config), placement, config.loss_chunks)
     validation = Validation.of(config, dataset, placement, step)
     params = {name: jnp.asarray(value) for name, value in parameters.items()}
-    return validation.run(jax.device_put(params, placement.of(params)), progress)
-
-
-def position_losses(
-    parameters: Mapping[str, ArrayLike],
-    training: TrainConfig,
-    dataset: TokenDataset,
-    *,
-    batch_size: int,
-    batches: int | None = None,
-) -> NDArray[np.float64]:
-    """Mean cross-entropy at each position of the window, nats, float64 [sequence_length].
-
-    Position t has t + 1 tokens of context. Batches as in `evaluate_parameters`, on one device.
-    """
-    forward = model_forward(training)
-
-    @jax.jit
-    def losses_of(params: Any, tokens: jax.Array) -> jax.Array:
-        hidden, embedding = forward(params, tokens[:, :-1], None)
-        losses = token_losses(hidden, embedding, tokens[:, 1:], chunks=training.loss_chunks)
-        return jnp.sum(losses, axis=0)  # [B, T] -> [T]
-
-    params = {name: jnp.asarray(value) for name, value in parameters.items()}
-    total, rows = np.zeros(training.sequence_length), 0
-    for batch in dataset.validation_batches(batch_size, training.sequence_length, limit=batches):
-        total += np.asarray(losses_of(params, batch), dtype=np.float64)
-        rows += len(batch)
-    return total / rows
+    sums = validation.sums(jax.device_put(params, placement.of(params)), progress)
+    windows = validation.batches * batch_size
+    return {**validation.row(sums), "position_nats": sums["position_nats"] / windows}
 
 
 def position_rows(losses: NDArray[np.float64]) -> list[dict[str, Any]]:

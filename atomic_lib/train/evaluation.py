@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from numpy.typing import NDArray
 
 from atomic_lib.config import TrainConfig
 from atomic_lib.data import TokenDataset
@@ -25,18 +26,19 @@ from atomic_lib.train.optimizer import Params
 from atomic_lib.train.sharding import Placement
 
 Progress = Callable[[int, int], None]
+Sums = dict[str, NDArray[np.float64]]
 
 
-def bits_per_byte(sums: dict[str, float], targets: int) -> dict[str, float | int | None]:
+def bits_per_byte(sums: Sums, targets: int) -> dict[str, float | int | None]:
     """The fields of an eval row from {"nats", "exact_nats", "bytes"} over `targets` targets."""
-    ce = sums["nats"] / targets
-    length = int(sums["bytes"])
+    ce = float(sums["nats"]) / targets
+    length, exact_nats = int(sums["bytes"]), float(sums["exact_nats"])
     return {
         "ce": ce,
         "bpb_est": ce / math.log(2) / ESTIMATED_BYTES_PER_TOKEN,
-        "bpb_exact": sums["exact_nats"] / math.log(2) / length if length else None,
+        "bpb_exact": exact_nats / math.log(2) / length if length else None,
         "bytes": length if length else None,
-        "exact_nats": sums["exact_nats"] if length else None,
+        "exact_nats": exact_nats if length else None,
         "target_tokens": targets,
     }
 
@@ -79,7 +81,16 @@ class Validation:
 
     def run(self, params: Params, progress: Progress = lambda done, total: None) -> dict[str, Any]:
         """Evaluates `params`; returns the fields of an eval row but step, tokens and elapsed_s."""
-        totals = {"nats": 0.0, "exact_nats": 0.0, "bytes": 0.0}
+        return self.row(self.sums(params, progress))
+
+    def row(self, sums: Sums) -> dict[str, Any]:
+        """The fields of an eval row, from `sums`."""
+        targets = self.batches * self.batch_size * self.sequence_length
+        return {**bits_per_byte(sums, targets), "batches": self.batches}
+
+    def sums(self, params: Params, progress: Progress = lambda done, total: None) -> Sums:
+        """The evaluation step's sums over all batches, float64."""
+        totals: Sums = {}
         waiting: dict[str, Array] | None = None
         batches = self.dataset.validation_batches(
             self.batch_size, self.sequence_length, limit=self.batches
@@ -91,10 +102,9 @@ class Validation:
             progress(number, self.batches)
         _add(totals, waiting)
         progress(self.batches, self.batches)
-        targets = self.batches * self.batch_size * self.sequence_length
-        return {**bits_per_byte(totals, targets), "batches": self.batches}
+        return totals
 
 
-def _add(totals: dict[str, float], sums: dict[str, Array] | None) -> None:
+def _add(totals: Sums, sums: dict[str, Array] | None) -> None:
     for name, value in jax.device_get(sums or {}).items():
-        totals[name] += float(value)
+        totals[name] = totals.get(name, 0.0) + np.asarray(value, np.float64)

@@ -188,7 +188,8 @@ def make_eval_step(
     """Compiles the sums of one validation batch: (params, tokens [B, T + 1], bytes [V]) -> sums.
 
     `bytes` int32 [V] is the length of each token's text; 0 marks document separators. The sums are
-    nats (all targets), exact_nats (targets with bytes), float32, and bytes, int32.
+    nats (all targets), exact_nats (targets with bytes), position_nats [T] (over the rows), float32,
+    and bytes, int32.
     """
 
     def per_device(shards, tokens, token_bytes, *, shapes):
@@ -202,6 +203,7 @@ def make_eval_step(
             "nats": jnp.sum(losses),
             "exact_nats": jnp.sum(jnp.where(target_bytes > 0, losses, 0.0)),
             "bytes": jnp.sum(target_bytes),
+            "position_nats": jnp.sum(losses, axis=0),
         }
         return jax.lax.psum(sums, BATCH_AXES)
 

@@ -17,7 +17,7 @@ from flax import nnx
 
 from atomic_lib.config import EvaluateConfig, ExportConfig, TrainConfig
 from atomic_lib.data import gpt2_tokenizer, open_dataset
-from atomic_lib.evaluate import evaluate, evaluate_parameters, position_losses, position_rows
+from atomic_lib.evaluate import evaluate, evaluate_parameters, position_rows
 from atomic_lib.evidence import RunFolder
 from atomic_lib.export import export, load_export
 from atomic_lib.model import init_parameters
@@ -152,7 +152,9 @@ def test_the_batch_size_does_not_change_the_result(parameters, dataset, expected
 
 
 def test_losses_by_position(parameters, dataset, expected):
-    losses = position_losses(parameters, TRAINING, dataset, batch_size=BATCH, batches=BATCHES)
+    losses = evaluate_parameters(parameters, TRAINING, dataset, batch_size=BATCH, batches=BATCHES)[
+        "position_nats"
+    ]
     assert losses.shape == (T,)
     np.testing.assert_allclose(losses, expected[0].mean(axis=0), rtol=MEAN_LOSS_TOLERANCE)
 
@@ -170,7 +172,7 @@ def test_position_rows_cover_each_position_once(length):
 
 def test_exported_weights_repeat_the_trainers_last_evaluation(exported, root, expected):
     run = open_run(exported, "evaluate")
-    (row,) = evaluate(run, CONFIG, root=root, per_position=True)
+    (row,) = evaluate(run, CONFIG, root=root)
     losses, lengths = expected
     assert row["model"] == "train_hybrid-tiny"
     assert row["targets"] == losses.size
