@@ -67,10 +67,15 @@ class TrainConfig(RunConfig):
 
     preset: str
     model: dict[str, Any] = field(default_factory=dict)  # fields of the preset to replace
+    # What the session must have: a run that would be lost without it stops in its first minute.
+    accelerator: Literal["tpu", "gpu", "any"] | None = None
     kernel_backend: Literal["auto", "xla", "reference", "tpu"] = "auto"
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     corpus: str = "windmaple/openwebtext-gpt2"
+    # The id that ends each document. Given, no token sees another document of its window and no
+    # document's first token is predicted; None: windows are read as one text, as the protocol does.
+    document_separator: int | None = None
     sequence_length: int = 2048  # tokens
     batch_size: int = 32  # sequences a step, over all devices
     accumulate_steps: int = 1  # slices of the batch that are computed one after another
@@ -97,6 +102,8 @@ class TrainConfig(RunConfig):
 
     eval_every: int = 1500  # steps
     eval_batches: int | None = None  # None: every full batch of the validation split
+    eval_batch_size: int | None = None  # sequences; None: batch_size
+    eval_lengths: tuple[int, ...] = ()  # tokens; the same text is also read in longer sequences
     checkpoint_seconds: float = 900.0  # our choice; wall clock between checkpoints
     keep_checkpoints: int = 2
     loss_chunks: int = 1  # slices of the tokens whose logits exist at one time
@@ -109,7 +116,7 @@ class TrainConfig(RunConfig):
         _require_positive(
             self, "sequence_length", "batch_size", "accumulate_steps", "learning_rate", "clip_norm",
             "budget_seconds", "max_steps", "max_tokens", "eval_every", "eval_batches",
-            "checkpoint_seconds", "keep_checkpoints", "loss_chunks", "data_parallel", "fsdp",
+            "eval_batch_size", "checkpoint_seconds", "keep_checkpoints", "loss_chunks", "data_parallel", "fsdp",
         )  # fmt: skip
         for key in ("weight_decay", "warmup_steps", "init_seed", "data_seed", "dropout_seed"):
             _require(getattr(self, key) >= 0, key, getattr(self, key), "at least 0")
@@ -119,6 +126,12 @@ class TrainConfig(RunConfig):
             _require(0 <= getattr(self, key) <= 1, key, getattr(self, key), "in [0, 1]")
         self._require_horizon()
         self._require_divisible()
+        self._require_lengths()
+        vocabulary = self.model_config.vocab_size
+        _require(
+            self.document_separator is None or 0 <= self.document_separator < vocabulary,
+            "document_separator", self.document_separator, f"an id in [0, {vocabulary})",
+        )  # fmt: skip
 
     @cached_property
     def model_config(self) -> ModelConfig:
@@ -142,6 +155,28 @@ class TrainConfig(RunConfig):
                 f"{self.accumulate_steps} x data_parallel {self.data_parallel or 1} x fsdp "
                 f"{self.fsdp}); choose a multiple"
             )
+
+    def _require_lengths(self):
+        _require(
+            self.sequence_length % self.loss_chunks == 0, "loss_chunks", self.loss_chunks,
+            f"a divisor of sequence_length {self.sequence_length}",
+        )  # fmt: skip
+        for length in self.eval_lengths:
+            _require(
+                length > self.sequence_length and length % self.sequence_length == 0,
+                "eval_lengths", length,
+                f"a multiple of sequence_length {self.sequence_length}, above it",
+            )  # fmt: skip
+
+    @property
+    def loss_chunk_tokens(self) -> int:
+        """Tokens of a sequence whose logits exist at one time."""
+        return self.sequence_length // self.loss_chunks
+
+    @property
+    def eval_rows(self) -> int:
+        """Sequences of an evaluation batch."""
+        return self.eval_batch_size or self.batch_size
 
     @property
     def tokens_per_step(self) -> int:
@@ -167,6 +202,11 @@ class TrainConfig(RunConfig):
             f"a multiple of {parts} (accumulate_steps {self.accumulate_steps} x "
             f"{data_parallel * self.fsdp} devices)",
         )
+        shares = data_parallel * self.fsdp
+        _require(
+            self.eval_rows % shares == 0, "eval_batch_size", self.eval_rows,
+            f"a multiple of {shares} devices",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,4 +255,5 @@ NOTEBOOK_CONFIGS: dict[str, type[RunConfig]] = {
     "export": ExportConfig,
     "evaluate": EvaluateConfig,
     "compare": CompareConfig,
+    "train": TrainConfig,
 }

@@ -144,8 +144,14 @@ class TokenDataset:
             count = min(count, limit)
         for batch in range(count):
             indices = np.arange(batch * batch_size, (batch + 1) * batch_size)
-            windows = self.validation.read_windows(indices, sequence_length)
-            yield self._checked(windows, "validation")
+            yield self.validation_windows(indices, sequence_length)
+
+    def validation_windows(
+        self, indices: NDArray[np.integer], sequence_length: int
+    ) -> NDArray[np.int32]:
+        """Windows of the validation split by their indices, int32 [n, sequence_length + 1]."""
+        windows = self.validation.read_windows(indices, sequence_length)
+        return self._checked(windows, "validation")
 
     @property
     def separator(self) -> int | None:

@@ -91,7 +91,7 @@ def _batches(
     """(batch size, batches): as configured, else the very windows that the trainer evaluated."""
     if config.eval_batches is not None or trained is None:
         return config.batch_size, config.eval_batches
-    windows = trained["target_tokens"] // training.sequence_length
+    windows = trained["batches"] * training.eval_rows
     size = max(n for n in range(1, config.batch_size + 1) if windows % n == 0)
     return size, windows // size
 

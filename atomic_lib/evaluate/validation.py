@@ -35,22 +35,26 @@ def evaluate_parameters(
     Model, dtype, sequence length and loss are those of `training`; the batch is spread over as many
     of this machine's devices as divide it. Returns the fields of an evaluation row: ce (nats a
     target), bpb_est, bpb_exact, bytes, exact_nats (these three None where the tokenizer is not
-    known), target_tokens, batches; and position_nats float64 [sequence_length], the mean
-    cross-entropy of targets that have t + 1 tokens of context. Raises ValueError if the split has
-    no full batch.
+    known), target_tokens, batches, and by_length where `training` has eval_lengths; and
+    position_nats float64 [sequence_length], the mean cross-entropy of the targets at each position
+    (with t + 1 tokens of context, fewer where documents are kept apart; NaN where no target counts).
+    Raises ValueError if the split has no full batch.
     """
     shares = _devices_for(batch_size)
     config = dataclasses.replace(
-        training, batch_size=batch_size, eval_batches=batches,
+        training, batch_size=batch_size, eval_batch_size=None, eval_batches=batches,
         accumulate_steps=1, data_parallel=shares, fsdp=1,
     )  # fmt: skip
     placement = Placement.over(data_parallel=shares, fsdp=1)
-    step = make_eval_step(model_forward(config), placement, config.loss_chunks)
+    step = make_eval_step(
+        model_forward(config), placement, config.loss_chunk_tokens, config.document_separator
+    )
     validation = Validation.of(config, dataset, placement, step)
     params = {name: jnp.asarray(value) for name, value in parameters.items()}
-    sums = validation.sums(jax.device_put(params, placement.of(params)), progress)
-    windows = validation.batches * batch_size
-    return {**validation.row(sums), "position_nats": sums["position_nats"] / windows}
+    row, sums = validation.measure(jax.device_put(params, placement.of(params)), progress)
+    nats, targets = sums["position_nats"], sums["position_targets"]
+    means = np.divide(nats, targets, out=np.full_like(nats, np.nan), where=targets > 0)
+    return {**row, "position_nats": means}
 
 
 def position_rows(losses: NDArray[np.float64]) -> list[dict[str, Any]]:
@@ -59,7 +63,7 @@ def position_rows(losses: NDArray[np.float64]) -> list[dict[str, Any]]:
     return [
         {
             "positions": str(start) if stop - start == 1 else f"{start}–{stop - 1}",
-            "nats a token": float(losses[start:stop].mean()),
+            "nats a token": float(np.nanmean(losses[start:stop])),
         }
         for start, stop in zip(edges, np.minimum(edges[1:], len(losses)), strict=False)
         if start < stop

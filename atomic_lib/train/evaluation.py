@@ -5,12 +5,16 @@
     bpb_est   = ce / ln 2 / 4.2                   the published estimate, a fixed divisor
     bpb_exact = exact_nats / ln 2 / bytes         targets that have text, and their UTF-8 bytes
 
-Document separators have no bytes and are left out of `exact_nats` and `bytes` alike. Sums within a
-batch are float32 on the devices, over batches float64 here.
+Document separators have no bytes and are left out of `exact_nats` and `bytes` alike. Where a run
+keeps documents apart, targets are those inside documents. Sums within a batch are float32 on the
+devices, over batches float64 here.
+
+The same tokens can be read again in longer sequences (`eval_lengths`): what a model makes of more
+context than it was trained with. Every length covers the same text, so their losses compare.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,16 +48,32 @@ def bits_per_byte(sums: Sums, targets: int) -> dict[str, float | int | None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validation:
-    """The validation split of one run, ready to be evaluated again and again."""
+class Pass:
+    """One reading of the split's first tokens: `windows` of `length` tokens, `rows` at a time."""
 
-    evaluate: Callable[[Params, Array, Array], dict[str, Array]]
+    length: int
+    windows: int
+    rows: int
+
+    @property
+    def batches(self) -> int:
+        """Batches, the last of which may be partly padding."""
+        return -(-self.windows // self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """The validation split of one run, ready to be evaluated again and again.
+
+    `main` is the pass at the training length, `longer` those at `eval_lengths`.
+    """
+
+    evaluate: Callable[..., dict[str, Array]]
     placement: Placement
     dataset: TokenDataset
     token_bytes: Array  # int32 [V]; all 0 if the tokenizer's bytes are not known
-    batch_size: int
-    sequence_length: int
-    batches: int
+    main: Pass
+    longer: tuple[Pass, ...] = ()
 
     @classmethod
     def of(
@@ -61,11 +81,16 @@ class Validation:
         config: TrainConfig,
         dataset: TokenDataset,
         placement: Placement,
-        evaluate: Callable[[Params, Array, Array], dict[str, Array]],
+        evaluate: Callable[..., dict[str, Array]],
     ) -> "Validation":
-        """Prepares `config`'s evaluation; raises ValueError if the split has no full batch."""
-        size, length = config.batch_size, config.sequence_length
+        """Prepares `config`'s evaluation.
+
+        Raises ValueError if the split has no full batch, or too few windows of a longer length.
+        """
+        size, length = config.eval_rows, config.sequence_length
         available = dataset.validation_batch_count(size, length)
+        batches = min(available, config.eval_batches or available)
+        main = Pass(length=length, windows=batches * size, rows=size)
         token_bytes = dataset.bytes_per_token()
         if token_bytes is None:
             token_bytes = np.zeros(dataset.vocab_size, np.int32)
@@ -74,35 +99,85 @@ class Validation:
             placement=placement,
             dataset=dataset,
             token_bytes=jax.device_put(token_bytes.astype(np.int32), placement.replicated),
-            batch_size=size,
-            sequence_length=length,
-            batches=min(available, config.eval_batches or available),
+            main=main,
+            longer=tuple(
+                _longer_pass(main, longer, dataset, placement.devices)
+                for longer in config.eval_lengths
+            ),
         )
 
     def run(self, params: Params, progress: Progress = lambda done, total: None) -> dict[str, Any]:
         """Evaluates `params`; returns the fields of an eval row but step, tokens and elapsed_s."""
-        return self.row(self.sums(params, progress))
+        return self.measure(params, progress)[0]
 
-    def row(self, sums: Sums) -> dict[str, Any]:
-        """The fields of an eval row, from `sums`."""
-        targets = self.batches * self.batch_size * self.sequence_length
-        return {**bits_per_byte(sums, targets), "batches": self.batches}
+    def measure(
+        self, params: Params, progress: Progress = lambda done, total: None
+    ) -> tuple[dict[str, Any], Sums]:
+        """The fields of an eval row, and the evaluation step's sums over the main pass, float64.
 
-    def sums(self, params: Params, progress: Progress = lambda done, total: None) -> Sums:
-        """The evaluation step's sums over all batches, float64."""
+        With longer passes, by_length lists length, ce, target_tokens and windows of each.
+        """
+        total = sum(one.batches for one in (self.main, *self.longer))
+        sums, done = self._sums(params, self.main, progress, 0, total)
+        targets = int(sums["position_targets"].sum())
+        row = {**bits_per_byte(sums, targets), "batches": self.main.batches}
+        by_length = []
+        for one in self.longer:
+            longer, done = self._sums(params, one, progress, done, total)
+            targets = int(longer["position_targets"].sum())
+            by_length.append({
+                "length": one.length, "ce": float(longer["nats"]) / targets,
+                "target_tokens": targets, "windows": one.windows,
+            })  # fmt: skip
+        progress(total, total)
+        return ({**row, "by_length": by_length} if by_length else row), sums
+
+    def _sums(
+        self, params: Params, one: Pass, progress: Progress, done: int, total: int
+    ) -> tuple[Sums, int]:
+        """The sums of one pass, and how many of all batches are done with it."""
         totals: Sums = {}
         waiting: dict[str, Array] | None = None
-        batches = self.dataset.validation_batches(
-            self.batch_size, self.sequence_length, limit=self.batches
-        )
-        for number, rows in enumerate(batches):
-            sums = self.evaluate(params, self.placement.place_batch(rows), self.token_bytes)
+        for rows, counted in self._batches(one):
+            arguments = () if counted is None else (np.int32(counted),)
+            tokens = self.placement.place_batch(rows)
+            sums = self.evaluate(params, tokens, self.token_bytes, *arguments)
             _add(totals, waiting)  # of the batch before: the device is never idle meanwhile
             waiting = sums
-            progress(number, self.batches)
+            progress(done, total)
+            done += 1
         _add(totals, waiting)
-        progress(self.batches, self.batches)
-        return totals
+        return totals, done
+
+    def _batches(self, one: Pass) -> Iterator[tuple[NDArray[np.int32], int | None]]:
+        """Batches [rows, length + 1], and how many of their rows count (None: all, always)."""
+        if one.windows % one.rows == 0:
+            for rows in self.dataset.validation_batches(
+                one.rows, one.length, limit=one.windows // one.rows
+            ):
+                yield rows, None
+            return
+        for first in range(0, one.windows, one.rows):
+            # The last windows again, where there are no more: their rows are not counted.
+            indices = np.minimum(np.arange(first, first + one.rows), one.windows - 1)
+            yield (
+                self.dataset.validation_windows(indices, one.length),
+                min(one.rows, one.windows - first),
+            )
+
+
+def _longer_pass(main: Pass, length: int, dataset: TokenDataset, devices: int) -> Pass:
+    """The pass over the text of `main` in sequences of `length`, about as many tokens a batch."""
+    windows = main.windows * main.length // length
+    available = dataset.validation.window_count(length)
+    if not 0 < windows <= available:
+        raise ValueError(
+            f"eval_lengths: {length} needs at least one window and has {available}; the "
+            f"evaluation reads {main.windows} windows of {main.length}, {windows} of that length. "
+            "Raise eval_batches, or choose shorter ones."
+        )
+    share = max(1, main.rows * main.length // length)
+    return Pass(length=length, windows=windows, rows=-(-share // devices) * devices)
 
 
 def _add(totals: Sums, sums: dict[str, Array] | None) -> None:

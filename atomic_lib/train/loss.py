@@ -5,8 +5,8 @@ For hidden h [B, T, D], output embedding E [V, D] and targets y [B, T]:
 
     z = h E^T            logits, kept for one chunk of T at a time (h's dtype)
     l = logsumexp(z) - z_y                            float32, nats a token
-    loss = sum(l) / (B T)
-    dz = (softmax(z) - onehot(y)) / (B T)
+    loss = sum(c l) / (B T)      c: the targets' weights, 1 unless given
+    dz = c (softmax(z) - onehot(y)) / (B T)
     dh = dz E,  dE = sum over chunks of dz^T h        (dE in float32)
 
 The backward needs only dz, and dz needs only what the forward has in hand, so both gradients are
@@ -63,34 +63,54 @@ def token_losses(hidden: Array, embedding: Array, targets: Array, *, chunks: int
     return jnp.moveaxis(losses, 0, 1).reshape(targets.shape)
 
 
-def cross_entropy(hidden: Array, embedding: Array, targets: Array, *, chunks: int = 1) -> Array:
-    """Mean cross-entropy in nats a target, differentiable in `hidden` and `embedding`.
+def cross_entropy(
+    hidden: Array,
+    embedding: Array,
+    targets: Array,
+    *,
+    weights: Array | None = None,
+    chunks: int = 1,
+) -> Array:
+    """Mean over B T of each target's weight times its cross-entropy in nats.
 
-    Shapes and errors as in `token_losses`. The logits have hidden's dtype (sums are float32), so
-    with bfloat16 hidden states they are rounded to bfloat16. Returns a scalar, float32 (float64 for
-    float64 input).
+    Shapes and errors as in `token_losses`; weights [B, T] float32, or None for 1 everywhere.
+    Differentiable in `hidden` and `embedding`. The logits have hidden's dtype (sums are float32),
+    so with bfloat16 hidden states they are rounded to bfloat16. Returns a scalar, float32 (float64
+    for float64 input).
     """
-    return _cross_entropy(hidden, embedding, targets, chunks)
+    return _cross_entropy(hidden, embedding, targets, weights, chunks)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _cross_entropy(hidden: Array, embedding: Array, targets: Array, chunks: int) -> Array:
+def _weighted_sum(losses: Array, weights: Array | None) -> Array:
+    return jnp.sum(losses if weights is None else losses * weights)
+
+
+def _chunked_targets(hidden: Array, targets: Array, weights: Array | None, chunks: int) -> tuple:
+    weights = None if weights is None else _chunked(weights, chunks)
+    return _chunked(hidden, chunks), _chunked(targets, chunks), weights
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _cross_entropy(
+    hidden: Array, embedding: Array, targets: Array, weights: Array | None, chunks: int
+) -> Array:
     dtype = _sum_dtype(hidden)
     matrix = embedding.astype(hidden.dtype)
 
     def one_chunk(total, chunk):
-        chunk_hidden, chunk_targets = chunk
+        chunk_hidden, chunk_targets, chunk_weights = chunk
         logits = jnp.einsum("btd,vd->btv", chunk_hidden, matrix).astype(dtype)
-        return total + jnp.sum(_chunk_losses(logits, chunk_targets)[0]), None
+        losses, _ = _chunk_losses(logits, chunk_targets)
+        return total + _weighted_sum(losses, chunk_weights), None
 
     total, _ = jax.lax.scan(
-        one_chunk, jnp.zeros((), dtype), (_chunked(hidden, chunks), _chunked(targets, chunks))
+        one_chunk, jnp.zeros((), dtype), _chunked_targets(hidden, targets, weights, chunks)
     )
     return total / targets.size
 
 
 def _chunk_gradients(
-    hidden: Array, matrix: Array, targets: Array, scale: float
+    hidden: Array, targets: Array, weights: Array | None, matrix: Array, scale: float
 ) -> tuple[Array, Array, Array]:
     """One chunk's summed loss, dh [B, t, D] in hidden's dtype and dE [V, D] in the sum's dtype."""
     dtype = _sum_dtype(hidden)
@@ -98,28 +118,30 @@ def _chunk_gradients(
     losses, log_total = _chunk_losses(logits, targets)
     is_target = jnp.arange(matrix.shape[0]) == targets[..., None]  # [B, t, V]
     d_logits = (jnp.exp(logits - log_total[..., None]) - is_target) * scale
+    if weights is not None:
+        d_logits = d_logits * weights[..., None]
     d_logits = d_logits.astype(hidden.dtype)
     d_hidden = jnp.einsum("btv,vd->btd", d_logits, matrix)
     d_matrix = jnp.einsum("btv,btd->vd", d_logits, hidden, preferred_element_type=dtype)
-    return jnp.sum(losses), d_hidden, d_matrix
+    return _weighted_sum(losses, weights), d_hidden, d_matrix
 
 
-def _cross_entropy_forward(hidden, embedding, targets, chunks):
+def _cross_entropy_forward(hidden, embedding, targets, weights, chunks):
     dtype = _sum_dtype(hidden)
     matrix = embedding.astype(hidden.dtype)
     scale = 1.0 / targets.size
 
     def one_chunk(carry, chunk):
         total, d_matrix = carry
-        loss, d_hidden, chunk_d_matrix = _chunk_gradients(chunk[0], matrix, chunk[1], scale)
+        loss, d_hidden, chunk_d_matrix = _chunk_gradients(*chunk, matrix, scale)
         return (total + loss, d_matrix + chunk_d_matrix), d_hidden
 
     if chunks == 1:  # no loop: the embedding gradient is written once instead of read and rewritten
-        total, d_hidden, d_matrix = _chunk_gradients(hidden, matrix, targets, scale)
+        total, d_hidden, d_matrix = _chunk_gradients(hidden, targets, weights, matrix, scale)
     else:
         start = (jnp.zeros((), dtype), jnp.zeros(embedding.shape, dtype))
         (total, d_matrix), d_chunks = jax.lax.scan(
-            one_chunk, start, (_chunked(hidden, chunks), _chunked(targets, chunks))
+            one_chunk, start, _chunked_targets(hidden, targets, weights, chunks)
         )
         d_hidden = jnp.moveaxis(d_chunks, 0, 1).reshape(hidden.shape)
     return total * scale, (d_hidden, d_matrix.astype(embedding.dtype))
@@ -127,7 +149,7 @@ def _cross_entropy_forward(hidden, embedding, targets, chunks):
 
 def _cross_entropy_backward(chunks, gradients, d_loss):
     d_hidden, d_embedding = gradients
-    return d_hidden * d_loss.astype(d_hidden.dtype), d_embedding * d_loss, None
+    return d_hidden * d_loss.astype(d_hidden.dtype), d_embedding * d_loss, None, None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

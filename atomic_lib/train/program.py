@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from atomic_lib.config import TrainConfig
+from atomic_lib.data.segments import segment_ids_from_tokens
 from atomic_lib.model import Execution, bind_parameters, init_parameters, model_graph
 from atomic_lib.train.optimizer import Optimizer, Params
 from atomic_lib.train.sharding import Placement
@@ -22,6 +23,7 @@ FREE_TO_CHANGE = {
     "preset",  # "architecture" holds what it stands for
     "model",
     "corpus",  # "data" holds the hashes of its files
+    "accelerator",
     "kernel_backend",
     "accumulate_steps",
     "checkpoint_seconds",
@@ -64,14 +66,20 @@ def execution_on(config: TrainConfig, platform: str) -> Execution:
 
 
 def model_forward(config: TrainConfig, platform: str | None = None) -> Forward:
-    """The model of `config` as a function of its parameters, for `platform` (default: JAX's)."""
+    """The model of `config` as a function of its parameters, for `platform` (default: JAX's).
+
+    With a document separator a token sees only what its own document holds of the window.
+    """
     execution = execution_on(config, platform or jax.default_backend())
     graph = model_graph(config.model_config, execution)
-    rate = config.dropout_rate
+    rate, separator = config.dropout_rate, config.document_separator
 
     def forward(params: Params, tokens: Array, dropout_keys: Array | None):
         model = bind_parameters(graph, params)
-        hidden, _ = model(tokens, dropout_keys=dropout_keys, dropout_rate=rate)
+        segments = None if separator is None else segment_ids_from_tokens(tokens, separator)
+        hidden, _ = model(
+            tokens, segment_ids=segments, dropout_keys=dropout_keys, dropout_rate=rate
+        )
         return hidden, model.output_embedding()
 
     return forward
@@ -105,6 +113,7 @@ def build_program(config: TrainConfig, *, devices: Sequence[Any] | None = None) 
         accumulate_steps=config.accumulate_steps,
         loss_chunks=config.loss_chunks,
         dropout_seed=config.dropout_seed if config.dropout_rate > 0 else None,
+        document_separator=config.document_separator,
         matrix_dtype=config.compute_dtype,
     )
 
@@ -117,7 +126,9 @@ def build_program(config: TrainConfig, *, devices: Sequence[Any] | None = None) 
         placement=placement,
         optimizer=optimizer,
         step=train_step.compiled(),
-        evaluate=make_eval_step(forward, placement, config.loss_chunks),
+        evaluate=make_eval_step(
+            forward, placement, config.loss_chunk_tokens, config.document_separator
+        ),
         start=jax.jit(first_state, out_shardings=shardings),
         abstract_state=jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

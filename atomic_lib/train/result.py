@@ -63,6 +63,11 @@ def require_improvement(
         )
     columns = ("step", "tokens", "ce", "bpb_est", "bpb_exact")
     return [
-        {"when": when, **{name: row[name] for name in columns}}
+        {"when": when, **{name: row[name] for name in columns}, **_losses_by_length(row)}
         for when, row in (("before training", before), ("after training", after))
     ]
+
+
+def _losses_by_length(row: dict[str, Any]) -> dict[str, float]:
+    """A column for each longer length that an evaluation read."""
+    return {f"ce at {one['length']:,} tokens": one["ce"] for one in row.get("by_length", [])}

@@ -9,6 +9,9 @@ Loss and gradients run per device inside shard_map, on that device's sequences: 
 partitioning rules, and each collective is one that this package asks for. The optimiser runs
 outside, on global arrays. A step whose loss or gradient norm is not finite changes nothing but the
 counters; its data position is used up.
+
+With a document separator the loss is the mean over the targets inside documents (see
+`data.segments`) of the whole batch, however it is accumulated and spread.
 """
 
 from collections.abc import Callable
@@ -21,6 +24,7 @@ import optax
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from atomic_lib.data.segments import targets_inside_documents
 from atomic_lib.train.loss import cross_entropy, token_losses
 from atomic_lib.train.optimizer import Optimizer, OptimizerState, Params, is_hidden_matrix
 from atomic_lib.train.sharding import BATCH_AXES, Placement
@@ -64,7 +68,8 @@ class TrainStep:
     """Builds the compiled step of one run.
 
     `forward` is the model; `accumulate_steps` slices of the batch are computed one after another
-    and their gradients averaged; `loss_chunks` as in `cross_entropy`; no dropout_seed, no dropout.
+    and their gradients averaged; `loss_chunks` as in `cross_entropy`; no dropout_seed, no dropout;
+    no document_separator, every target counts.
     `matrix_dtype` is that of hidden matrices in the model (None: their own): they are gathered in
     it, and the sums of their gradients over devices (not those over slices) are formed in it.
     """
@@ -75,6 +80,7 @@ class TrainStep:
     accumulate_steps: int = 1
     loss_chunks: int = 1
     dropout_seed: int | None = None
+    document_separator: int | None = None
     matrix_dtype: str | None = None
 
     def compiled(self) -> Callable[[TrainState, Array, Array], tuple[TrainState, Metrics]]:
@@ -137,6 +143,7 @@ class TrainStep:
         slices = self.accumulate_steps
         share = 1.0 / (slices * self.placement.devices)
         keys = self._dropout_keys(step, tokens.shape[0])
+        weights = self._target_weights(tokens)
 
         def narrow(shards):
             dtype = self.matrix_dtype
@@ -145,16 +152,18 @@ class TrainStep:
                 for name, shard in shards.items()
             }
 
-        def loss_of(shards, tokens, keys):
+        def loss_of(shards, tokens, keys, weights):
             params = self.placement.gather(shards, shapes)
             hidden, embedding = self.forward(params, tokens[:, :-1], keys)
             with jax.named_scope("loss"):
-                loss = cross_entropy(hidden, embedding, tokens[:, 1:], chunks=self.loss_chunks)
+                loss = cross_entropy(
+                    hidden, embedding, tokens[:, 1:], weights=weights, chunks=self.loss_chunks
+                )
             return loss * share
 
         value_and_grad = jax.value_and_grad(loss_of)
         if slices == 1:
-            loss, gradients = value_and_grad(narrow(shards), tokens, keys)
+            loss, gradients = value_and_grad(narrow(shards), tokens, keys, weights)
         else:
             cut = lambda x: x.reshape(slices, x.shape[0] // slices, *x.shape[1:])  # noqa: E731
             zero = jax.tree.map(jnp.zeros_like, shards)
@@ -163,7 +172,7 @@ class TrainStep:
             (loss, gradients), _ = jax.lax.scan(
                 lambda total, part: (add(total, value_and_grad(used, *part)), None),
                 (jnp.zeros((), jnp.float32), zero),
-                jax.tree.map(cut, (tokens, keys)),
+                jax.tree.map(cut, (tokens, keys, weights)),
             )
         loss = jax.lax.psum(loss, BATCH_AXES)
         sums = self.placement.sum_gradients(narrow(gradients), shapes)
@@ -177,45 +186,75 @@ class TrainStep:
         first = jax.lax.axis_index(BATCH_AXES) * local_batch
         return jax.vmap(lambda i: jax.random.fold_in(key, first + i))(jnp.arange(local_batch))
 
+    def _target_weights(self, tokens: Array) -> Array | None:
+        """Weights [B, T] of this device's targets, of mean 1 over the whole batch, or None."""
+        if self.document_separator is None:
+            return None
+        inside = targets_inside_documents(tokens, self.document_separator)
+        counted = jax.lax.psum(jnp.sum(inside), BATCH_AXES)
+        return inside * (inside.size * self.placement.devices / jnp.maximum(counted, 1))
+
 
 def _choose(condition: Array, new, old):
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
 def make_eval_step(
-    forward: Forward, placement: Placement, loss_chunks: int
-) -> Callable[[Params, Array, Array], dict[str, Array]]:
+    forward: Forward,
+    placement: Placement,
+    chunk_tokens: int,
+    document_separator: int | None = None,
+) -> Callable[..., dict[str, Array]]:
     """Compiles the sums of one validation batch: (params, tokens [B, T + 1], bytes [V]) -> sums.
 
     `bytes` int32 [V] is the length of each token's text; 0 marks document separators. The sums are
-    nats (all targets), exact_nats (targets with bytes), position_nats [T] (over the rows), float32,
-    and bytes, int32.
+    nats (of all targets, or with a separator of those inside documents), exact_nats (of those of
+    them that have bytes) and position_nats [T] (over the rows), float32, and bytes and
+    position_targets [T], int32. Logits exist for `chunk_tokens` of T at one time. A fourth argument
+    counts the batch's first rows only; the others are padding.
     """
 
-    def per_device(shards, tokens, token_bytes, *, shapes):
+    def per_device(shards, tokens, token_bytes, counted_rows, *, shapes):
         params = placement.gather(shards, shapes)
         hidden, embedding = forward(params, tokens[:, :-1], None)
         targets = tokens[:, 1:]
         with jax.named_scope("loss"):
-            losses = token_losses(hidden, embedding, targets, chunks=loss_chunks)  # [B, T]
-        target_bytes = token_bytes[targets]
+            chunks = targets.shape[1] // chunk_tokens
+            losses = token_losses(hidden, embedding, targets, chunks=chunks)  # [B, T]
+        counted = _counted_targets(tokens, counted_rows, document_separator)
+        target_bytes = jnp.where(counted, token_bytes[targets], 0)
         sums = {
-            "nats": jnp.sum(losses),
+            "nats": jnp.sum(jnp.where(counted, losses, 0.0)),
             "exact_nats": jnp.sum(jnp.where(target_bytes > 0, losses, 0.0)),
             "bytes": jnp.sum(target_bytes),
-            "position_nats": jnp.sum(losses, axis=0),
+            "position_nats": jnp.sum(jnp.where(counted, losses, 0.0), axis=0),
+            "position_targets": jnp.sum(counted, axis=0),
         }
         return jax.lax.psum(sums, BATCH_AXES)
 
-    def sums(params, tokens, token_bytes):
+    def sums(params, tokens, token_bytes, counted_rows=None):
         shapes = {name: value.shape for name, value in params.items()}
         specs = {name: placement.spec(shape) for name, shape in shapes.items()}
         return jax.shard_map(
             partial(per_device, shapes=shapes),
             mesh=placement.mesh,
-            in_specs=(specs, PartitionSpec(BATCH_AXES), PartitionSpec()),
+            in_specs=(specs, PartitionSpec(BATCH_AXES), PartitionSpec(), PartitionSpec()),
             out_specs=PartitionSpec(),
             check_vma=False,
-        )(params, tokens, token_bytes)
+        )(params, tokens, token_bytes, counted_rows)
 
     return jax.jit(sums, compiler_options=placement.compiler_options)
+
+
+def _counted_targets(
+    tokens: Array, counted_rows: Array | None, document_separator: int | None
+) -> Array:
+    """Which targets of this device's rows [B, T + 1] an evaluation counts, bool [B, T]."""
+    rows = tokens.shape[0]
+    counted = jnp.ones((rows, tokens.shape[1] - 1), bool)
+    if counted_rows is not None:
+        first = jax.lax.axis_index(BATCH_AXES) * rows
+        counted &= (first + jnp.arange(rows) < counted_rows)[:, None]
+    if document_separator is not None:
+        counted &= targets_inside_documents(tokens, document_separator)
+    return counted

@@ -97,6 +97,10 @@ def test_every_field_of_every_notebook_refuses_a_misspelling(notebook, root):
         ({"preset": "atomic-hybird"}, "atomic-hybird.*atomic-hybrid"),
         ({"schedule": "cosin"}, "schedule: 'cosin'.*'cosine'"),
         ({"schedule_unit": "steps"}, "max_steps: missing"),
+        ({"loss_chunks": 3}, "loss_chunks: 3.*divisor of sequence_length 2048"),
+        ({"eval_lengths": [4096, 5000]}, "eval_lengths: 5000.*multiple of sequence_length 2048"),
+        ({"eval_lengths": [2048]}, "eval_lengths: 2048.*above it"),
+        ({"document_separator": 50257}, r"document_separator: 50257.*\[0, 50257\)"),
         ({"dropout_rate": 1.0}, r"dropout_rate: 1.0.*\[0, 1\)"),
         ({"run": "../other"}, r"run: '\.\./other'"),
         ({"model": {"hidden_sise": 64}}, "hidden_sise.*hidden_size"),
@@ -110,6 +114,7 @@ def test_impossible_combinations_are_refused(root, values, message):
     ("values", "devices", "message"),
     [
         ({"batch_size": 12}, 8, "batch_size: 12.*multiple of 8"),
+        ({"eval_batch_size": 12}, 8, "eval_batch_size: 12.*multiple of 8 devices"),
         ({"fsdp": 3, "batch_size": 24}, 8, "fsdp: 3.*divisor of 8"),
         ({"data_parallel": 16}, 8, "needs 16 devices; this machine has 8"),
     ],

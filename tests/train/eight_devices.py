@@ -18,6 +18,16 @@ from atomic_lib.train.step import TrainStep, initial_state, make_eval_step
 
 MESHES = {"1x1": (1, 1, 1), "8x1": (8, 1, 1), "1x8": (1, 8, 1), "2x4": (2, 4, 2), "4x2": (4, 2, 1)}
 
+SEPARATOR = 7
+COUNTED_ROWS = 13  # of the 16 that the evaluation is given
+
+
+def documents(seed: int) -> np.ndarray:
+    """Tokens of packed documents, far more of them in the first rows than in the last."""
+    tokens = tiny_tokens(seed)
+    tokens[:3, ::2] = SEPARATOR
+    return tokens
+
 
 def run(data: int, fsdp: int, accumulate: int) -> dict:
     """Losses, scaled first gradients and last parameters on one mesh, as nested lists."""
@@ -35,28 +45,29 @@ def run(data: int, fsdp: int, accumulate: int) -> dict:
         accumulate_steps=accumulate,
         loss_chunks=3,
         dropout_seed=5,
+        document_separator=SEPARATOR,
     )
     state = initial_state(tiny_params(), optimizer)
     state = jax.device_put(state, placement.of(state))
     shards = {n: str(p.sharding.spec) for n, p in state.params.items()}
     step, losses, gradients = program.compiled(), [], {}
     for number in range(3):
-        tokens = placement.place_batch(tiny_tokens(number))
+        tokens = placement.place_batch(documents(number))
         state, metrics = step(state, tokens, jnp.float32(1e-2))
         losses.append(float(metrics["loss"]))
         if number == 0:  # the first moments now are the clipped gradient times 0.05 or 0.1
             moments = state.optimizer["muon"]["momentum"] | state.optimizer["adam"]["mu"]
             gradients = {name: np.asarray(value).tolist() for name, value in moments.items()}
-    first = placement.place_batch(tiny_tokens(0))
-    sums = make_eval_step(tiny_forward, placement, 3)(
-        state.params, first, jnp.arange(48, dtype=jnp.int32)
+    first = placement.place_batch(documents(0))
+    sums = make_eval_step(tiny_forward, placement, 4, SEPARATOR)(
+        state.params, first, jnp.arange(48, dtype=jnp.int32), COUNTED_ROWS
     )
     return {
         "losses": losses,
         "gradients": gradients,
         "params": {name: np.asarray(value).tolist() for name, value in state.params.items()},
         "shards": shards,
-        "sums": {name: float(value) for name, value in sums.items()},
+        "sums": {name: np.asarray(value).tolist() for name, value in sums.items()},
     }
 
 

@@ -91,6 +91,31 @@ def test_losses_and_gradients_match_the_full_logits(dtype, scale, chunks):
     assert_close("token_losses", per_token, losses, dtype=wide, limit=wide_limit)
 
 
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_weights_count_each_target_as_often_as_they_say(chunks):
+    hidden, embedding, targets = inputs()
+    rng = np.random.default_rng(1)
+    weights = rng.integers(0, 3, size=(B, T)).astype(float)  # zeros among them
+    with jax.enable_x64(True):
+        loss_of = lambda h, e: cross_entropy(  # noqa: E731
+            h, e, targets, weights=jnp.asarray(weights), chunks=chunks
+        )
+        both = jax.value_and_grad(loss_of, argnums=(0, 1))
+        loss, (d_hidden, d_embedding) = both(jnp.asarray(hidden), jnp.asarray(embedding))
+        alone = loss_of(jnp.asarray(hidden), jnp.asarray(embedding))
+    losses, wanted_hidden, _ = oracle(hidden, embedding, targets)
+    logits = hidden @ embedding.T
+    d_logits = np.exp(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
+    d_logits -= np.eye(V)[targets]
+    d_logits *= weights[..., None] / targets.size
+    assert_close("loss", loss, (weights * losses).mean(), dtype="float64", limit=1e-12)
+    assert_close("forward only", alone, (weights * losses).mean(), dtype="float64", limit=1e-12)
+    wanted_hidden = wanted_hidden * weights[..., None]
+    assert_close("d_hidden", d_hidden, wanted_hidden, dtype="float64", limit=1e-12)
+    wanted_embedding = np.einsum("btv,btd->vd", d_logits, hidden)
+    assert_close("d_embedding", d_embedding, wanted_embedding, dtype="float64", limit=1e-12)
+
+
 def test_gradient_scales_with_the_incoming_cotangent():
     hidden, embedding, targets = inputs()
     with jax.enable_x64(True):
