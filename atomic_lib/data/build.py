@@ -24,7 +24,7 @@ from atomic_lib.data.encode import encode_documents
 from atomic_lib.data.facts import inspect_token_file
 from atomic_lib.data.sources import TextSource
 from atomic_lib.data.token_file import TOKEN_DTYPE, TokenFile
-from atomic_lib.data.tokenizer import GPT2_SEPARATOR, GPT2_SHA256, GPT2_VOCAB_SIZE
+from atomic_lib.data.tokenizer_file import GPT2, TokenizerChoice
 
 # Raised whenever the same documents would give other files.
 SCHEMA = "atomic-token-dataset/1"
@@ -44,6 +44,7 @@ def build_dataset(
     data_folder: Path,
     validation_fraction: float = 0.1,
     max_tokens: int | None = None,
+    tokenizer: TokenizerChoice = GPT2,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -59,7 +60,7 @@ def build_dataset(
     for name, value in (("max_tokens", max_tokens), ("workers", workers)):
         if value is not None and value <= 0:
             raise ValueError(f"{name} must be positive, got {value}.")
-    key = _content_key(source, validation_fraction, max_tokens)
+    key = _content_key(source, validation_fraction, max_tokens, tokenizer)
     folder = data_folder / f"{_slug(source.name)}-{key[:16]}"
     if (folder / MANIFEST).is_file():
         return folder
@@ -71,7 +72,9 @@ def build_dataset(
         shutil.rmtree(scratch, ignore_errors=True)  # of a builder that was killed: we hold the lock
         scratch.mkdir()
         try:
-            _write_dataset(source, scratch, validation_fraction, max_tokens, workers, progress)
+            _write_dataset(
+                source, scratch, validation_fraction, max_tokens, tokenizer, workers, progress
+            )
             scratch.rename(folder)
             _fsync_folder(data_folder)
         except BaseException:
@@ -85,9 +88,11 @@ def _write_dataset(
     folder: Path,
     validation_fraction: float,
     max_tokens: int | None,
+    tokenizer: TokenizerChoice,
     workers: int | None,
     progress: Progress | None,
 ) -> None:
+    facts = tokenizer.facts()
     counts = dict.fromkeys(("blank_documents", "repaired_documents"), 0)
     documents = dict.fromkeys(SPLIT_FILES, 0)
     text_bytes = dict.fromkeys(SPLIT_FILES, 0)
@@ -96,6 +101,7 @@ def _write_dataset(
         source.documents(),
         validation_fraction=validation_fraction,
         workers=workers or os.cpu_count() or 1,
+        tokenizer=tokenizer,
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(encoded))
@@ -103,7 +109,7 @@ def _write_dataset(
             split: stack.enter_context((folder / name).open("wb"))
             for split, name in SPLIT_FILES.items()
         }
-        bar = stack.enter_context(_progress_bar(source))
+        bar = stack.enter_context(_progress_bar(source, max_tokens))
         for task in encoded:
             for split, part in (("train", task.train), ("validation", task.validation)):
                 files[split].write(part.tokens.astype(TOKEN_DTYPE).tobytes())
@@ -112,8 +118,8 @@ def _write_dataset(
                 tokens += len(part.tokens)
             counts["blank_documents"] += task.blank_documents
             counts["repaired_documents"] += task.repaired_documents
-            bar.update(task.characters)
-            bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+            bar.update(task.characters if max_tokens is None else tokens - bar.n)
+            bar.set_postfix_str(f"{sum(documents.values()):,} documents", refresh=False)
             if progress is not None:
                 progress("tokenise", tokens, max_tokens or 0, f"{source.name}: {tokens:,} tokens")
             if max_tokens is not None and tokens >= max_tokens:
@@ -127,16 +133,16 @@ def _write_dataset(
     _write_manifest(folder, {
         "schema": SCHEMA,
         "name": source.name,
-        "tokenizer": {
-            "name": "gpt2", "vocab_size": GPT2_VOCAB_SIZE, "separator": GPT2_SEPARATOR,
-            "sha256": GPT2_SHA256,
-        },
+        "tokenizer": facts,
         "source": source.facts,
         "max_tokens": max_tokens,
         "split": {"method": method, "validation_fraction": validation_fraction},
         "text_bytes": text_bytes,
         **counts,
-        **{split: [_facts(folder / name)] for split, name in SPLIT_FILES.items()},
+        **{
+            split: [_file_facts(folder / name, facts["separator"])]
+            for split, name in SPLIT_FILES.items()
+        },
     })  # fmt: skip
 
 
@@ -159,8 +165,12 @@ def _split_at_tail(source: TextSource, folder: Path, tokens: int, fraction: floa
     return "the last tokens, because no split by documents fills both sides"
 
 
-def _content_key(source: TextSource, fraction: float, max_tokens: int | None) -> str:
-    parts = [SCHEMA, source.fingerprint, GPT2_SHA256, fraction, max_tokens]
+def _content_key(
+    source: TextSource, fraction: float, max_tokens: int | None, tokenizer: TokenizerChoice
+) -> str:
+    parts = [SCHEMA, source.fingerprint, tokenizer.facts()["sha256"], fraction, max_tokens]
+    if tokenizer != GPT2:
+        parts.append(tokenizer.separator)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -168,8 +178,8 @@ def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.") or "corpus"
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    return inspect_token_file(TokenFile.open(path), separator=GPT2_SEPARATOR).to_json()
+def _file_facts(path: Path, separator: int) -> dict[str, Any]:
+    return inspect_token_file(TokenFile.open(path), separator=separator).to_json()
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -179,11 +189,12 @@ def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     _fsync_folder(folder)
 
 
-def _progress_bar(source: TextSource) -> Any:
+def _progress_bar(source: TextSource, max_tokens: int | None) -> Any:
+    """Counts tokens where their number is limited, else bytes of text."""
     return tqdm(
-        total=source.text_bytes,
+        total=max_tokens or source.text_bytes,
         desc=f"tokenise {source.name}",
-        unit="B",
+        unit="token" if max_tokens else "B",
         unit_scale=True,
         mininterval=_BAR_SECONDS_TERMINAL if sys.stderr.isatty() else _BAR_SECONDS_HEADLESS,
     )

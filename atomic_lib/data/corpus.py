@@ -7,7 +7,8 @@
     huggingface:<owner>/<name>       a dataset of the Hugging Face hub, streamed
     <owner>/<slug>                   the path if it exists below the root, else the Kaggle dataset
 Text may carry options as in a URL: "huggingface:HuggingFaceFW/fineweb-edu?config=sample-10BT&
-max_tokens=1000000000", "notes.jsonl?column=body". See OPTIONS.
+max_tokens=1000000000", "notes.jsonl?column=body". It is encoded with GPT-2's tokenizer, or with any
+other: "?tokenizer=<tokenizer.json or <owner>/<model> of the hub>&separator=</s>". See OPTIONS.
 """
 
 import difflib
@@ -26,12 +27,13 @@ from atomic_lib.data.sources import (
     file_source,
     huggingface_source,
 )
+from atomic_lib.data.tokenizer_file import GPT2, TokenizerChoice, choose_tokenizer
 
 KAGGLE_INPUTS = (Path("/kaggle/input"),)
 CACHE_FOLDER = "data"  # below the root
 
 # Options of each kind of text corpus.
-_BUILD_OPTIONS = ("validation_fraction", "max_tokens")
+_BUILD_OPTIONS = ("validation_fraction", "max_tokens", "tokenizer", "separator")
 OPTIONS: dict[str, tuple[str, ...]] = {
     "builtin": _BUILD_OPTIONS,
     "path": ("column", *_BUILD_OPTIONS),
@@ -86,6 +88,11 @@ def parse_corpus(corpus: str) -> CorpusName:
                 raise ValueError(
                     f"corpus: {corpus!r}: {option} must be a number, got {options[option]!r}."
                 ) from error
+    if ("tokenizer" in options) != ("separator" in options):
+        raise ValueError(
+            f"corpus: {corpus!r}: tokenizer and separator go together; the separator is the text "
+            "of the token that ends a document, as in '&separator=</s>'."
+        )
     return CorpusName(kind=kind, name=name, options=options)
 
 
@@ -99,7 +106,7 @@ def open_dataset(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> TokenDataset:
-    """Opens the dataset that `corpus` names; text is tokenised (GPT-2) on first use and kept.
+    """Opens the dataset that `corpus` names; text is tokenised on first use and kept.
 
     vocab_size: the model's; no id may reach it. root: relative paths start here, and built datasets
     lie in `data_folder` (None: root/data). kaggle_inputs: folders that Kaggle mounts datasets in.
@@ -117,6 +124,7 @@ def open_dataset(
             data_folder=root / CACHE_FOLDER if data_folder is None else data_folder,
             validation_fraction=float(options.get("validation_fraction", 0.1)),
             max_tokens=int(options["max_tokens"]) if "max_tokens" in options else None,
+            tokenizer=_tokenizer(options, root),
             workers=workers,
             progress=progress,
         )
@@ -177,6 +185,12 @@ def _token_folder(parsed: CorpusName, root: Path, kaggle_inputs: Sequence[Path])
 
 def _is_owner_and_slug(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith(("/", ".", "~")) and not Path(name).suffix
+
+
+def _tokenizer(options: dict[str, str], root: Path) -> TokenizerChoice:
+    if "tokenizer" not in options:
+        return GPT2
+    return choose_tokenizer(options["tokenizer"], options["separator"], root)
 
 
 def _text_source(parsed: CorpusName, root: Path) -> TextSource:

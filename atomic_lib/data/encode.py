@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from atomic_lib.data.tokenizer import gpt2_tokenizer
+from atomic_lib.data.tokenizer_file import GPT2, TokenizerChoice
 
 # A task is about 1 MiB of text, close to a second of work: long against the cost of handing it
 # over, short against the updates of the progress bar.
@@ -54,9 +54,11 @@ def in_validation(text: str, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
 
 
-def encode_task(texts: list[str], validation_fraction: float) -> EncodedTask:
-    """Encodes documents with GPT-2's tokenizer and packs each split."""
-    tokenizer = gpt2_tokenizer()
+def encode_task(
+    texts: list[str], validation_fraction: float, choice: TokenizerChoice = GPT2
+) -> EncodedTask:
+    """Encodes documents with a tokenizer and packs each split."""
+    tokenizer = choice.load()
     end = np.array([tokenizer.separator], dtype=np.uint16)
     tokens: dict[bool, list[NDArray[np.uint16]]] = {False: [], True: []}
     text_bytes = {False: 0, True: 0}
@@ -88,7 +90,11 @@ def encode_task(texts: list[str], validation_fraction: float) -> EncodedTask:
 
 
 def encode_documents(
-    documents: Iterator[str], *, validation_fraction: float, workers: int
+    documents: Iterator[str],
+    *,
+    validation_fraction: float,
+    workers: int,
+    tokenizer: TokenizerChoice = GPT2,
 ) -> Generator[EncodedTask, None, None]:
     """Encodes documents in order. The result does not depend on `workers`.
 
@@ -107,19 +113,19 @@ def encode_documents(
     tasks = itertools.chain(head, tasks)
     if characters < PARALLEL_MIN_CHARACTERS:
         for task in tasks:
-            yield encode_task(task, validation_fraction)
+            yield encode_task(task, validation_fraction, tokenizer)
     else:
-        yield from _encode_in_processes(tasks, validation_fraction, workers)
+        yield from _encode_in_processes(tasks, validation_fraction, workers, tokenizer)
 
 
 def _encode_in_processes(
-    tasks: Iterator[list[str]], validation_fraction: float, workers: int
+    tasks: Iterator[list[str]], validation_fraction: float, workers: int, tokenizer: TokenizerChoice
 ) -> Iterator[EncodedTask]:
     pool = ProcessPoolExecutor(max_workers=workers, mp_context=multiprocessing.get_context("spawn"))
     pending: deque[Future[EncodedTask]] = deque()
     try:
         for task in tasks:
-            pending.append(pool.submit(encode_task, task, validation_fraction))
+            pending.append(pool.submit(encode_task, task, validation_fraction, tokenizer))
             if len(pending) >= workers * TASKS_AHEAD:
                 yield pending.popleft().result()
         while pending:

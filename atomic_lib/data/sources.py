@@ -222,11 +222,18 @@ def huggingface_source(
     """Documents of a Hugging Face dataset (hub name, or a local folder), streamed.
 
     The fingerprint holds the library's hash of the dataset's files (on the hub that includes the
-    commit), so that a new revision is built anew. Raises ValueError for an unknown split or column.
+    commit), so that a new revision is built anew. Raises ValueError for an unknown split or column,
+    FileNotFoundError for a dataset that does not exist or cannot be reached.
     """
     import datasets
 
-    builder = datasets.load_dataset_builder(path, config, revision=revision)
+    try:
+        builder = datasets.load_dataset_builder(path, config, revision=revision)
+    except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
+        raise FileNotFoundError(
+            f"corpus: the Hugging Face dataset {path!r} cannot be opened ({error}). Check its name "
+            "and this machine's network, or give the path of its parquet files instead."
+        ) from error
     splits = builder.info.splits
     if splits and split not in splits:
         raise ValueError(f"split: {split!r} is not in {path}; it has {sorted(splits)}.")

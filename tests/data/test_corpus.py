@@ -102,6 +102,8 @@ def test_a_path_that_does_not_exist_is_named(tmp_path, corpus):
         ("a.txt?max_tokens=1e9", "max_tokens must be a number, got '1e9'"),
         ("a.txt?validation_fraction=tenth", "validation_fraction must be a number"),
         ("a.txt?column", "bad query field"),
+        ("a.txt?tokenizer=t.json", "tokenizer and separator go together"),
+        ("builtin?separator=</s>", "tokenizer and separator go together"),
     ],
 )
 def test_a_corpus_that_cannot_be_is_refused_before_any_file_is_touched(corpus, message):
