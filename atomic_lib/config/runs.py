@@ -116,7 +116,8 @@ class TrainConfig(RunConfig):
         _require_positive(
             self, "sequence_length", "batch_size", "accumulate_steps", "learning_rate", "clip_norm",
             "budget_seconds", "max_steps", "max_tokens", "eval_every", "eval_batches",
-            "eval_batch_size", "checkpoint_seconds", "keep_checkpoints", "loss_chunks", "data_parallel", "fsdp",
+            "eval_batch_size", "checkpoint_seconds", "keep_checkpoints", "loss_chunks",
+            "data_parallel", "fsdp",
         )  # fmt: skip
         for key in ("weight_decay", "warmup_steps", "init_seed", "data_seed", "dropout_seed"):
             _require(getattr(self, key) >= 0, key, getattr(self, key), "at least 0")

@@ -136,7 +136,7 @@ def choose_tokenizer(name: str, separator: str, root: Path) -> TokenizerChoice:
 
 def _download(name: str, root: Path) -> Path:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, HfHubHTTPError
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
     try:
         return Path(hf_hub_download(name, FILE_NAME))

@@ -37,8 +37,8 @@ def evaluate_parameters(
     target), bpb_est, bpb_exact, bytes, exact_nats (these three None where the tokenizer is not
     known), target_tokens, batches, and by_length where `training` has eval_lengths; and
     position_nats float64 [sequence_length], the mean cross-entropy of the targets at each position
-    (with t + 1 tokens of context, fewer where documents are kept apart; NaN where no target counts).
-    Raises ValueError if the split has no full batch.
+    (with t + 1 tokens of context, fewer where documents are kept apart; NaN where no target
+    counts). Raises ValueError if the split has no full batch.
     """
     shares = _devices_for(batch_size)
     config = dataclasses.replace(

@@ -133,7 +133,10 @@ def _cross_entropy_forward(hidden, embedding, targets, weights, chunks):
 
     def one_chunk(carry, chunk):
         total, d_matrix = carry
-        loss, d_hidden, chunk_d_matrix = _chunk_gradients(*chunk, matrix, scale)
+        part, part_targets, part_weights = chunk
+        loss, d_hidden, chunk_d_matrix = _chunk_gradients(
+            part, part_targets, part_weights, matrix, scale
+        )
         return (total + loss, d_matrix + chunk_d_matrix), d_hidden
 
     if chunks == 1:  # no loop: the embedding gradient is written once instead of read and rewritten

@@ -17,7 +17,7 @@ import jupytext
 import nbformat
 import pytest
 
-from atomic_lib.config import NOTEBOOK_CONFIGS
+from atomic_lib.config import NOTEBOOK_CONFIGS, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "notebooks").glob("[0-9]*.py"))
@@ -41,8 +41,28 @@ def notebook_name(source: Path) -> str:
     return source.stem.split("_", 1)[1]
 
 
-def test_the_seven_notebooks_are_the_ones_that_have_parameters():
+def test_the_notebooks_are_the_ones_that_have_parameters():
     assert [notebook_name(source) for source in SOURCES] == list(NOTEBOOK_CONFIGS)
+
+
+def test_the_training_notebooks_differ_in_their_name_and_parameters_alone():
+    """So that the smoke runs of two of them speak for all."""
+    cells = {}
+    for source in SOURCES:
+        name = notebook_name(source)
+        if NOTEBOOK_CONFIGS[name] is TrainConfig:
+            names = ast.parse(parameters_cell(source)).body
+            cells[name] = [
+                [node.target.id for node in names],
+                *(
+                    cell.source.replace(f'"{name}"', '"train"')
+                    for cell in code_cells(source)
+                    if "parameters" not in cell.metadata.get("tags", [])
+                ),
+            ]
+    assert len(cells) == 3
+    for name, found in cells.items():
+        assert found == cells["train"], name
 
 
 @each_source

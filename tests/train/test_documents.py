@@ -43,8 +43,9 @@ BLOCKS = {
 def config_of(preset: str, changes: dict, separator: int | None) -> TrainConfig:
     return TrainConfig(
         run="packed", preset=preset, compute_dtype="float32", document_separator=separator,
-        # A tenth of the chunked form's compile time; the kernels' tests compare the two on segments.
-        kernel_backend="reference", sequence_length=LENGTH, batch_size=1, schedule_unit="steps", max_steps=1,
+        # A tenth of the chunked form's compile time; kernel tests compare the two on segments.
+        kernel_backend="reference", sequence_length=LENGTH, batch_size=1,
+        schedule_unit="steps", max_steps=1,
         model={"vocab_size": VOCABULARY, "hidden_size": 64, "num_blocks": 1, **changes},
     )  # fmt: skip
 
@@ -129,7 +130,7 @@ def test_the_step_and_the_evaluation_average_over_targets_inside_documents(accum
     size = 1e-3
     moved = {name: value - size * gradients[name] for name, value in params.items()}
     fall = wanted - numpy_losses(moved, tokens)[inside].mean()
-    squared = sum(float(jnp.sum(g ** 2)) for g in gradients.values())
+    squared = sum(float(jnp.sum(g**2)) for g in gradients.values())
     np.testing.assert_allclose(fall, size * squared, rtol=0.02)
 
     token_bytes = np.arange(tiny.VOCABULARY, dtype=np.int32)

@@ -3,8 +3,9 @@
 
 Oracle: the same step on one device, of the same process. 8 fake CPU devices; data parallel, fully
 sharded and mixed meshes, one of them with gradient accumulation, all with dropout (its masks must
-not move) and document boundaries (the devices hold different numbers of targets). Tolerance: sums over the batch come in another order, a few float32 roundings: 2e-6 of
-the largest entry for gradients; three Muon steps magnify that by at most ten.
+not move) and document boundaries (the devices hold different numbers of targets). Tolerance: sums
+over the batch come in another order, a few float32 roundings: 2e-6 of the largest entry for
+gradients; three Muon steps magnify that by at most ten.
 """
 
 import json
