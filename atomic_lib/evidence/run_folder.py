@@ -93,10 +93,14 @@ class RunFolder:
         """The resolved parameters, as manifest.json has them."""
         return dict(self._manifest["parameters"])
 
-    def record_devices(self) -> None:
-        """Adds jax's versions and devices to manifest.json. Imports jax and starts its backend."""
-        self._manifest["devices"] = device_facts()
+    def record_devices(self) -> dict[str, Any]:
+        """Adds jax's versions and devices to manifest.json, and returns them (`device_facts`).
+
+        Imports jax and starts its backend.
+        """
+        facts = self._manifest["devices"] = device_facts()
         self._write_manifest()
+        return facts
 
     def record_inputs(self, *paths: Path) -> None:
         """Adds input files to manifest.json with size and digest (sampled from 2 GiB on)."""

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from atomic_lib.config import LoadedConfig, TrainConfig, load_config
-from atomic_lib.environment import prepare_environment
+from atomic_lib.environment import (
+    Facts,
+    accelerator_refusal,
+    backend_refusal,
+    prepare_environment,
+    require_loaded_libtpu,
+)
 from atomic_lib.evidence import RunFolder, zip_run
 from atomic_lib.notebook.display import show_link, show_table
 
@@ -19,19 +25,18 @@ PARAMETER_TYPES = (str, bool, int, float, list, tuple, dict, type(None))
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One notebook kernel: the repository's root, and when its first cell ran (monotonic s)."""
+    """One notebook kernel: the repository's root, when its first cell ran (monotonic s), and what
+    that cell found here."""
 
     root: Path
     started_at: float
+    facts: Facts
 
     @classmethod
     def begin(cls, root: Path) -> "Session":
-        """Prepares this process for jax and starts the budget's clock."""
+        """Starts the budget's clock and prepares this process for jax; prints what it found."""
         started_at = time.monotonic()
-        installed = prepare_environment(root)
-        if installed:
-            print(f"installed {', '.join(installed)}")
-        return cls(root=Path(root), started_at=started_at)
+        return cls(root=Path(root), started_at=started_at, facts=prepare_environment(root))
 
     @property
     def outputs(self) -> Path:
@@ -50,6 +55,8 @@ class Session:
         """Validates the parameters cell (`names` is the notebook's globals()) and shows the result.
 
         Every plain value among the globals is a parameter; a name that starts with "_" is yours.
+        Raises as `load_config` does, and RuntimeError if the parameters ask for an accelerator that
+        this session does not have.
         """
         values = {
             name: value
@@ -67,6 +74,8 @@ class Session:
             for field in fields(loaded.config)
         ]
         show_table(rows, caption=f"{notebook}, run {loaded.config.run}")
+        if isinstance(loaded.config, TrainConfig):
+            _refuse(accelerator_refusal(loaded.config.accelerator, self.facts))
         return loaded
 
     def training_config(self, name: str) -> TrainConfig:
@@ -82,7 +91,11 @@ class Session:
         return config
 
     def start_run(self, loaded: LoadedConfig) -> RunFolder:
-        """Opens outputs/<notebook>-<run>/, drops a stale result and writes manifest.json."""
+        """Opens outputs/<notebook>-<run>/, drops a stale result and writes manifest.json.
+
+        Raises RuntimeError if jax did not start on the accelerator that the parameters ask for, or
+        loaded another libtpu than its own.
+        """
         run = RunFolder.open(
             self.outputs / loaded.run_id,
             notebook=loaded.notebook,
@@ -91,8 +104,17 @@ class Session:
             root=self.root,
         )
         with run.recording():
-            run.record_devices()
+            devices = run.record_devices()
+            if isinstance(loaded.config, TrainConfig):
+                _refuse(backend_refusal(loaded.config.accelerator, devices["backend"]))
+            if devices["backend"] == "tpu":
+                require_loaded_libtpu()
         return run
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise RuntimeError(reason)
 
 
 def offer_zip(run: RunFolder) -> Path:

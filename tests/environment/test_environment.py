@@ -11,7 +11,7 @@ from importlib import metadata
 
 import pytest
 
-from atomic_lib.environment import accelerator_present, prepare_environment, unmet_requirements
+from atomic_lib.environment import prepare_environment, unmet_requirements
 
 
 @pytest.fixture
@@ -53,15 +53,6 @@ def test_missing_packages_are_refused_with_the_command_to_run(requirements):
     path = requirements("no-such-package-of-anyone")
     with pytest.raises(RuntimeError, match=r"lacks no-such-package-of-anyone; run `make run`"):
         prepare_environment(path.parent)
-
-
-@pytest.mark.parametrize("name", ["accel0", "vfio/0", "nvidia0"])
-def test_an_accelerator_is_seen_by_its_device_file(tmp_path, name):
-    assert not accelerator_present(tmp_path)
-    file = tmp_path / "dev" / name
-    file.parent.mkdir(parents=True)
-    file.touch()
-    assert accelerator_present(tmp_path)
 
 
 def test_the_shipped_requirements_are_met_here_and_looking_loads_no_jax(request):
