@@ -9,7 +9,7 @@ TESTS ?= tests
 # A file of tests stays in one process; most of their time is compiling, on one core each.
 PYTEST := -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help run test unit schedules notebooks lint clean
+.PHONY: help run test unit schedules notebooks kaggle lint clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -29,6 +29,9 @@ schedules: $(VENV)/.installed-dev ## compile the TPU kernels for v5e and compare
 
 notebooks: $(VENV)/.installed ## refresh the .ipynb pairs from their .py sources
 	@$(BIN)/jupytext --quiet --to ipynb --update notebooks/[0-9]*.py
+
+kaggle: $(VENV)/.installed ## write what `kaggle` uploads: make kaggle OWNER=<your Kaggle name> [JOBS=train_hybrid/seed1]
+	@$(BIN)/python -m atomic_lib.kaggle "$(OWNER)" $(JOBS)
 
 lint: $(VENV)/.installed-dev ## check style and types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy atomic_lib kernels/atomic_kernels

@@ -9,6 +9,8 @@ The notebooks are the interface; this package holds what their cells call. One s
     data        token files on disk and the batches drawn from them
     train       loss, optimiser, schedule, step, checkpoints and the loop
     export, evaluate, compare      what happens to a trained model
+    environment    what a session needs before jax is imported
+    kaggle      what Kaggle's own command uploads
     notebook    tables and figures for the cells; run starts a notebook without a browser
 
 Nothing is imported here, so that `import atomic_lib.config` stays free of JAX.

@@ -131,6 +131,17 @@ def open_dataset(
     return open_token_folder(folder, vocab_size=vocab_size)
 
 
+def kaggle_dataset(corpus: str) -> str | None:
+    """The "<owner>/<slug>" that a `corpus` parameter takes from Kaggle, or None. Touches no file.
+
+    A plain "<owner>/<slug>" counts. Raises as `parse_corpus` does.
+    """
+    parsed = parse_corpus(corpus)
+    if parsed.kind == "kaggle" or (parsed.kind == "auto" and _is_owner_and_slug(parsed.name)):
+        return parsed.name
+    return None
+
+
 def find_kaggle_dataset(owner: str, slug: str, kaggle_inputs: Sequence[Path]) -> Path:
     """The folder that holds train.bin and val.bin of a mounted Kaggle dataset.
 
