@@ -4,6 +4,7 @@
     python -m atomic_kernels.accuracy                 shapes in pairs, minutes to an hour; the table
     python -m atomic_kernels.accuracy --scope quick   a few shapes
     python -m atomic_kernels.accuracy --scope full    the whole cross of shapes, chunks and groups
+    python -m atomic_kernels.accuracy --backend tpu   the TPU kernels, interpreted
 
 The contents (decay x keys x b x segments, 168 of them) are the batch elements of a shape: all of
 them with --scope full, else as many as ORACLE_WORK allows, in turn. Reported is the relative RMS
@@ -24,6 +25,7 @@ import platform
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +33,13 @@ import numpy as np
 
 from atomic_kernels import hard_inputs
 from atomic_kernels.gdn2 import describe_backend, gdn2
+from atomic_kernels.gdn2.tpu_tiles import CHUNK_SIZES as CHUNK_SIZES_TPU
 from atomic_kernels.hard_inputs import ALL_NAMES, INPUT_NAMES, Content, Shape
 
 LENGTHS = (1, 2, 15, 63, 64, 65, 127, 128, 129, 200, 1000)
 HEAD_SIZES = ((64, 64), (128, 128), (256, 256), (128, 64), (64, 256))
 GROUPS = (1, 2, 4)
-CHUNK_SIZES = (32, 64, 128)
+CHUNK_SIZES = {"xla": (32, 64, 128), "tpu": CHUNK_SIZES_TPU}
 DTYPES = ("bfloat16", "float32")
 LIMITS = {
     "bf16": dict.fromkeys(ALL_NAMES, 1e-2)
@@ -73,27 +76,34 @@ class Worst:
     content: str
 
 
-def cases_of(scope: str) -> tuple[Case, ...]:
+def cases_of(scope: str, backend: str = "xla") -> tuple[Case, ...]:
     """ "full": all; "pairs": each length with each head size in each dtype, groups and chunk sizes
     in turn; "quick": six of those."""
+    chunks = CHUNK_SIZES[backend]
     if scope == "full":
         return tuple(
             _case(*choice)
-            for choice in itertools.product(LENGTHS, HEAD_SIZES, GROUPS, CHUNK_SIZES, DTYPES)
+            for choice in itertools.product(LENGTHS, HEAD_SIZES, GROUPS, chunks, DTYPES)
         )
     if scope == "pairs":
         pairs = itertools.product(enumerate(LENGTHS), enumerate(HEAD_SIZES), enumerate(DTYPES))
         return tuple(
-            _case(length, sizes, GROUPS[(i + j + n) % 3], CHUNK_SIZES[(i + 2 * j + n) % 3], dtype)
+            _case(
+                length, sizes, GROUPS[(i + j + n) % 3], chunks[(i + 2 * j + n) % len(chunks)], dtype
+            )
             for (i, length), (j, sizes), (n, dtype) in pairs
         )
-    return (
+    quick = (
         _case(65, (64, 64), 2, 32, "float32"),
         _case(129, (128, 64), 1, 128, "float32"),
         _case(200, (64, 256), 1, 64, "float32"),
         _case(65, (64, 64), 2, 64, "bfloat16"),
         _case(200, (64, 64), 1, 128, "bfloat16"),
         _case(129, (64, 128), 1, 64, "bfloat16"),
+    )
+    return tuple(
+        case if case.chunk_size in chunks else dataclasses.replace(case, chunk_size=chunks[-1])
+        for case in quick
     )
 
 
@@ -124,53 +134,69 @@ def measure(
     backend: str = "xla",
     compiler_options: dict | None = None,
 ) -> list[Worst]:
-    """The worst relative RMS error of each output and gradient over the batch elements."""
-    shape, dtype = case.shape, jnp.dtype(case.dtype)
-    inputs, segment_ids = hard_inputs.make_inputs(shape, contents, dtype)
-    cotangents = hard_inputs.make_cotangents(shape, len(contents), dtype)
-    want = hard_inputs.oracle(
-        inputs,
-        segment_ids,
-        cotangents,
-        elements_at_once=max(1, min(len(contents), ORACLE_BYTES // (8 * _state_numbers(shape)))),
-    )
-    run = functools.partial(
-        run_with_gradients,
+    """The worst relative RMS error of each output and gradient over the batch elements.
+
+    Backend "tpu" is interpreted: the kernels' own bodies, with the matrix unit's rounding.
+    """
+    errors = relative_errors(
+        case.shape,
+        contents,
+        case.dtype,
+        compiler_options=compiler_options,
         chunk_size=case.chunk_size,
         precision=precision,
         backend=backend,
+        interpret=backend == "tpu",
     )
-    arrays = [jnp.asarray(inputs[name]) for name in INPUT_NAMES]
-    results = jax.jit(run, compiler_options=compiler_options)(
-        jnp.asarray(segment_ids), *map(jnp.asarray, cotangents), *arrays
-    )
-    got = {name: np.asarray(x) for name, x in results.items()}
-    got = hard_inputs.add_decay_rate_gradient(got, inputs["g"])
     worst = []
     for name in ALL_NAMES:
-        errors = hard_inputs.relative_rms(got[name], want[name])
-        place = int(errors.argmax())
-        worst.append(Worst(name=name, error=float(errors[place]), content=str(contents[place])))
+        place = int(errors[name].argmax())
+        worst.append(
+            Worst(name=name, error=float(errors[name][place]), content=str(contents[place]))
+        )
     return worst
 
 
-def run_with_gradients(segment_ids, d_o, d_state, *arrays, **options):
-    """gdn2's outputs and gradients by name, for the seven arrays of INPUT_NAMES."""
+def relative_errors(
+    shape: Shape,
+    contents: tuple[Content, ...],
+    dtype: jax.typing.DTypeLike,
+    *,
+    compiler_options: dict | None = None,
+    **options: Any,
+) -> dict[str, np.ndarray]:
+    """Relative RMS error against float64 of each of ALL_NAMES, for each content [B].
 
-    def forward(*arrays):
-        return gdn2(*arrays[:6], initial_state=arrays[6], segment_ids=segment_ids, **options)
+    A result that is not finite has an infinite error. options go to `gdn2`.
+    """
+    inputs, segment_ids = hard_inputs.make_inputs(shape, contents, jnp.dtype(dtype))
+    cotangents = hard_inputs.make_cotangents(shape, len(contents), jnp.dtype(dtype))
+    at_once = max(1, min(len(contents), ORACLE_BYTES // (8 * _state_numbers(shape))))
+    want = hard_inputs.oracle(inputs, segment_ids, cotangents, elements_at_once=at_once)
 
-    outputs, pull = jax.vjp(forward, *arrays)
+    def run(segment_ids, cotangents, *arrays):
+        def forward(*arrays):
+            return gdn2(*arrays[:6], initial_state=arrays[6], segment_ids=segment_ids, **options)
+
+        outputs, pull = jax.vjp(forward, *arrays)
+        return *outputs, *pull(cotangents)
+
+    arrays = [jnp.asarray(inputs[name]) for name in INPUT_NAMES]
+    results = jax.jit(run, compiler_options=compiler_options)(
+        jnp.asarray(segment_ids), tuple(map(jnp.asarray, cotangents)), *arrays
+    )
     names = (*hard_inputs.OUTPUT_NAMES, *hard_inputs.GRADIENT_NAMES)
-    return dict(zip(names, (*outputs, *pull((d_o, d_state))), strict=True))
+    got = {name: np.asarray(x) for name, x in zip(names, results, strict=True)}
+    got = hard_inputs.add_decay_rate_gradient(got, inputs["g"])
+    return {name: hard_inputs.relative_rms(got[name], want[name]) for name in ALL_NAMES}
 
 
-def _row(scope: str, number: int) -> dict:
+def _row(scope: str, backend: str, number: int) -> dict:
     start = time.monotonic()
-    case = cases_of(scope)[number]
+    case = cases_of(scope, backend)[number]
     contents = contents_of(number, case, scope)
-    choice = describe_backend(case.dtype, backend="xla", chunk_size=case.chunk_size)
-    worst = measure(case, contents)
+    choice = describe_backend(case.dtype, backend=backend, chunk_size=case.chunk_size)
+    worst = measure(case, contents, backend=backend)
     limits = LIMITS[choice.precision]
     row = dataclasses.asdict(case) | {
         "precision": choice.precision,
@@ -208,11 +234,12 @@ def _table(report: dict) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m atomic_kernels.accuracy")
     parser.add_argument("--scope", choices=("quick", "pairs", "full"), default="pairs")
+    parser.add_argument("--backend", choices=tuple(CHUNK_SIZES), default="xla")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--output", type=Path, help="folder for accuracy.json and accuracy.md")
+    parser.add_argument("--output", type=Path, help="folder for accuracy*.json and accuracy*.md")
     options = parser.parse_args(arguments)
-    row = functools.partial(_row, options.scope)
-    numbers = range(len(cases_of(options.scope)))
+    row = functools.partial(_row, options.scope, options.backend)
+    numbers = range(len(cases_of(options.scope, options.backend)))
     if options.workers == 1:
         rows = [row(number) for number in numbers]
     else:
@@ -220,7 +247,8 @@ def main(arguments: list[str] | None = None) -> int:
         with concurrent.futures.ProcessPoolExecutor(options.workers, context) as pool:
             rows = list(pool.map(row, numbers))
     report = {
-        "command": f"python -m atomic_kernels.accuracy --scope {options.scope}",
+        "command": f"python -m atomic_kernels.accuracy --scope {options.scope}"
+        + (f" --backend {options.backend}" if options.backend != "xla" else ""),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "platform": f"{jax.default_backend()} ({platform.machine()})",
         "jax": jax.__version__,
@@ -229,8 +257,9 @@ def main(arguments: list[str] | None = None) -> int:
     }
     print(_table(report))
     if options.output:
-        write_text(options.output / "accuracy.json", json.dumps(report, indent=1) + "\n")
-        write_text(options.output / "accuracy.md", _table(report))
+        name = "accuracy" if options.backend == "xla" else f"accuracy_{options.backend}"
+        write_text(options.output / f"{name}.json", json.dumps(report, indent=1) + "\n")
+        write_text(options.output / f"{name}.md", _table(report))
     return 0 if all(row["passed"] for row in rows) else 1
 
 

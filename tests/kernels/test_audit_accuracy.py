@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from atomic_kernels import accuracy as measurement
 from atomic_kernels.audit import accuracy
 from atomic_kernels.gdn2 import gdn2
 from atomic_kernels.hard_inputs import ALL_NAMES, Shape
@@ -41,7 +42,7 @@ def test_a_gradient_that_is_wrong_by_a_thousandth_stays_in_the_table(monkeypatch
     def faulty(q, k, v, g, b, w, **options):
         return gdn2(q, k, v, g, b, scaled(w), **options)
 
-    monkeypatch.setattr(accuracy, "gdn2", faulty)
+    monkeypatch.setattr(measurement, "gdn2", faulty)
     failed = [row for row in rows() if not row["passed"]]
     assert [row["quantity"] for row in failed] == ["dw"] * len(CONTENTS)
     assert all(row["relative RMS"] == pytest.approx(1e-3, rel=0.1) for row in failed)
@@ -52,7 +53,7 @@ def test_a_result_that_is_not_finite_fails_with_an_infinite_error(monkeypatch):
         o, state = gdn2(*inputs, **options)
         return o * np.nan, state
 
-    monkeypatch.setattr(accuracy, "gdn2", broken)
+    monkeypatch.setattr(measurement, "gdn2", broken)
     assert all(
         row["relative RMS"] == np.inf and not row["passed"]
         for row in rows()
@@ -61,8 +62,8 @@ def test_a_result_that_is_not_finite_fails_with_an_infinite_error(monkeypatch):
 
 
 def test_limits_name_every_quantity_for_every_precision():
-    assert set(accuracy.LIMITS) == {"bf16", "bf16x3", "f32"}
-    assert all(set(limits) == set(ALL_NAMES) for limits in accuracy.LIMITS.values())
+    assert set(measurement.LIMITS) == {"bf16", "bf16x3", "f32"}
+    assert all(set(limits) == set(ALL_NAMES) for limits in measurement.LIMITS.values())
 
 
 def test_an_unknown_precision_is_refused():

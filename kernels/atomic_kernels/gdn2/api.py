@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.pallas.tpu import InterpretParams
 
 from atomic_kernels.gdn2 import checks, xla
 from atomic_kernels.gdn2.arithmetic import DOT_PRECISIONS, default_precision
@@ -75,7 +76,7 @@ def gdn2(
     chunk_size: int | None = None,
     precision: str | None = None,
     backend: str = "auto",
-    interpret: bool = False,
+    interpret: bool | InterpretParams = False,
 ) -> tuple[Array, Array]:
     """Gated DeltaNet-2 over a sequence: S~ = Diag(exp g) S, r = w*v - S~^T (b*k),
     S = S~ + k r^T, o = scale S^T q, token by token.
@@ -88,7 +89,8 @@ def gdn2(
 
     chunk_size (16 .. 256, a power of two), precision ("bf16", "bf16x3", "f32") and backend
     ("auto", "reference", "xla", "tpu") have defaults that `describe_backend` explains;
-    interpret=True runs the TPU kernel on the CPU.
+    interpret=True runs the TPU kernel on the CPU, an InterpretParams in Pallas' TPU interpreter
+    (uninitialised memory, races).
 
     Returns o [B, T, Hv, V] in v's dtype and the last state [B, Hv, K, V] in float32. Gradients
     reach all six inputs and initial_state, each in its argument's dtype. A NaN in an input gives
@@ -122,7 +124,7 @@ def gdn2_from_projections(
     chunk_size: int | None = None,
     precision: str | None = None,
     backend: str = "auto",
-    interpret: bool = False,
+    interpret: bool | InterpretParams = False,
 ) -> tuple[Array, Array]:
     """`gdn2` on raw projections, activated in float32 inside the operation.
 

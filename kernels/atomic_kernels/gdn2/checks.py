@@ -6,6 +6,7 @@ not decreasing) when they are known, that is outside `jax.jit` and `jax.grad`.""
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.pallas.tpu import InterpretParams
 
 BACKENDS = ("auto", "reference", "xla", "tpu")
 PRECISIONS = ("bf16", "bf16x3", "f32")
@@ -14,7 +15,7 @@ _NAMES = ("q", "k", "v", "g", "b", "w")
 
 
 def check_choices(
-    backend: str, precision: str | None, chunk_size: int | None, interpret: bool
+    backend: str, precision: str | None, chunk_size: int | None, interpret: bool | InterpretParams
 ) -> None:
     """Refuses unknown names and chunk sizes that are no power of two from 16 to 256."""
     if backend not in BACKENDS:

@@ -31,7 +31,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from atomic_kernels.gdn2 import tpu_chunk, tpu_tokens, tpu_undo
+from atomic_kernels.gdn2 import tpu_blocks, tpu_chunk, tpu_tokens, tpu_undo
+from atomic_kernels.gdn2.tpu_blocks import InputArrays, InputRefs, Plan
 from atomic_kernels.gdn2.tpu_layout import (
     NN,
     NT,
@@ -47,11 +48,9 @@ from atomic_kernels.gdn2.tpu_layout import (
     write_rows,
     write_steps,
 )
-from atomic_kernels.gdn2.tpu_tokens import Chunk, InputArrays, InputRefs, Plan, TokenScratch
+from atomic_kernels.gdn2.tpu_tokens import Chunk, TokenScratch
 from atomic_kernels.gdn2.tpu_undo import (
-    ERASE,
     HIGH_LEVELS,
-    KEY,
     OutputRefs,
     SavedRefs,
     Scratch,
@@ -79,7 +78,7 @@ def backward_body(
     for h in heads:
         recompute_written(plan, chunk, inputs, saved, scratch, h)
     for h in heads:
-        recompute_values(plan.layout, saved, scratch, h)
+        recompute_values(plan, chunk, saved, scratch, h)
     for h in heads:
         d_new_values(plan, chunk, saved, scratch, h)
     for h in heads:
@@ -125,9 +124,11 @@ def prepare(
         left, right = tpu_tokens.high_operands(scratch.tokens, head, level, factors, layout)
         number = layout.low_levels + level
         write_parts(scratch.tokens.left.at[head, number], slice(None), left)
-        write_parts(scratch.right.at[head, number], slice(None), right)
-    for number, x in enumerate(tpu_tokens.chunk_operands(scratch.tokens, head, factors, layout)):
-        write_parts(scratch.state_operands.at[head, number], slice(None), layout.split(x))
+        write_parts(scratch.far_keys.at[head, level], slice(None), right)
+    query, erase, key = tpu_tokens.chunk_operands(scratch.tokens, head, factors, layout)
+    write_parts(scratch.state_query.at[head], slice(None), layout.split(query))
+    write_parts(scratch.state_erase.at[head], slice(None), layout.split(erase))
+    write_parts(scratch.state_key.at[head], slice(None), layout.split_fine(key))
     return factors
 
 
@@ -137,7 +138,7 @@ def score_low_levels(layout: Layout, scratch: Scratch, totals: list[Array], head
     scores = read_steps(square, layout)  # has the diagonal
     for level, (right, k) in enumerate(tpu_tokens.low_keys(tokens, head, totals, layout)):
         half = SUBLANES << level
-        write_parts(scratch.right.at[head, level], slice(None), right)
+        write_parts(scratch.near_keys.at[head, level], slice(None), right)
         write_parts(scratch.key_steps.at[head, level], slice(None), layout.split(lower(k, half)))
         mask = tpu_chunk.low_level_mask(layout.chunk, 1 << level)
         left = read_parts(tokens.left.at[head, level], slice(0, layout.chunk // 2))
@@ -151,7 +152,7 @@ def score_high_levels(layout: Layout, scratch: Scratch, head: int) -> None:
     for level in range(HIGH_LEVELS):
         number = layout.low_levels + level
         left = read_parts(scratch.tokens.left.at[head, number], slice(0, layout.chunk // 2))
-        found = dot(left, read_parts(scratch.right.at[head, number]), NT)  # [C/2, C]
+        found = dot(left, read_parts(scratch.far_keys.at[head, level]), NT)  # [C/2, C]
         mask = tpu_chunk.high_level_mask(layout.chunk, 1 << level)
         scores = tpu_chunk.place_upper(scores, found, mask, layout.run << level)
     write_rows(scratch.square.at[head], scores, layout)
@@ -161,28 +162,35 @@ def recompute_written(
     plan: Plan, chunk: Chunk, inputs: InputRefs, saved: SavedRefs, scratch: Scratch, head: int
 ) -> None:
     """R = w*v - Kb S, where Vn will be."""
-    split = plan.layout.split
-    erase = read_parts(scratch.state_operands.at[head, ERASE])
+    layout = plan.layout
+    erase = read_parts(scratch.state_erase.at[head])
     v, w = tpu_tokens.activate_values(plan, *tpu_tokens.raw_values(plan, inputs, head, chunk))
-    written = w * v - dot(erase, split(saved.states[0, 0, head]), NT)  # [C, V]
-    write_parts(scratch.new_values.at[head], slice(None), split(written))
+    written = w * v - dot(erase, layout.split(saved.states[0, 0, head]), NT)  # [C, V]
+    write_parts(scratch.new_values.at[head], slice(None), layout.split_fine(written))
 
 
-def recompute_values(layout: Layout, saved: SavedRefs, scratch: Scratch, head: int) -> None:
-    """Vn = A R."""
-    inverse = layout.split(saved.inverses[0, 0, head])
+def recompute_values(
+    plan: Plan, chunk: Chunk, saved: SavedRefs, scratch: Scratch, head: int
+) -> None:
+    """Vn = A R; and the diagonal of dO Vn^T in float32, which alone makes dq where decay is strong
+    and may be a small sum of large terms."""
+    layout = plan.layout
+    inverse = layout.split_fine(saved.inverses[0, 0, head])
     new_values = dot(inverse, read_parts(scratch.new_values.at[head]), NN)  # [C, V]
-    write_parts(scratch.new_values.at[head], slice(None), layout.split(new_values))
+    d_o = tpu_tokens.load_values(plan, saved.d_o, head, chunk)
+    scratch.d_diagonal[head] = jnp.sum(d_o * new_values, 1, keepdims=True)
+    write_parts(scratch.new_values.at[head], slice(None), layout.split_fine(new_values))
 
 
 def d_new_values(plan: Plan, chunk: Chunk, saved: SavedRefs, scratch: Scratch, head: int) -> None:
     """dVn = Aqk^T dO + Kg dS, where dR will be."""
-    split = plan.layout.split
-    d_o = tpu_tokens.load_operand(plan, saved.d_o, plan.value_columns(head), chunk)
-    scores = split(read_rows(scratch.square.at[head], plan.layout))
-    key = read_parts(scratch.state_operands.at[head, KEY])
-    found = dot(scores, d_o, TN) + dot(key, split(scratch.d_state[head]), NT)  # [C, V]
-    write_parts(scratch.d_written.at[head], slice(None), split(found))
+    layout = plan.layout
+    d_o = tpu_tokens.load_output_gradient(plan, saved.d_o, head, chunk)
+    scores = layout.split_fine(read_rows(scratch.square.at[head], layout))
+    key = read_parts(scratch.state_key.at[head])
+    d_state = layout.split_fine(scratch.d_state[head])
+    found = dot(scores, d_o, TN) + dot(key, d_state, NT)  # [C, V]
+    write_parts(scratch.d_written.at[head], slice(None), layout.split_fine(found))
 
 
 def solve_backwards(
@@ -190,16 +198,15 @@ def solve_backwards(
     scratch: Scratch, head: int,
 ) -> None:  # fmt: skip
     """dR = A^T dVn; dv and dw."""
-    split = plan.layout.split
+    layout = plan.layout
     found = read_parts(scratch.d_written.at[head])
-    d_written = dot(split(saved.inverses[0, 0, head]), found, TN)  # [C, V]
-    write_parts(scratch.d_written.at[head], slice(None), split(d_written))
+    d_written = dot(layout.split_fine(saved.inverses[0, 0, head]), found, TN)  # [C, V]
+    write_parts(scratch.d_written.at[head], slice(None), layout.split_fine(d_written))
     raw = tpu_tokens.raw_values(plan, inputs, head, chunk)
     (v, w), pull = jax.vjp(lambda v, w: tpu_tokens.activate_values(plan, v, w), *raw)
     d_v, d_w = pull((d_written * w, d_written * v))
-    columns = plan.value_columns(head)
-    outputs.v[0, :, columns] = d_v.astype(outputs.v.dtype)
-    outputs.w[0, :, columns] = d_w.astype(outputs.w.dtype)
+    tpu_blocks.write_values(plan, outputs.v, head, d_v)
+    tpu_blocks.write_values(plan, outputs.w, head, d_w)
 
 
 def finish(
@@ -210,9 +217,7 @@ def finish(
     raw = tpu_tokens.raw_keys(plan, inputs, head, chunk)
     (q, k, _, b), pull = jax.vjp(lambda *raw: tpu_tokens.activate_keys(plan, chunk, *raw), *raw)
     decay = read_rows(tokens.decay.at[head], layout)
-    square = read_rows(scratch.square.at[head], layout)
-    identity = tpu_chunk.identity(layout.chunk)
-    d_diagonal = jnp.sum(jnp.where(identity, square, 0.0), 1, keepdims=True)  # [C, 1]
+    d_diagonal = scratch.d_diagonal[head]  # [C, 1]
     d_erase = read_rows(tokens.erase.at[head], layout) * decay
     d_q = read_rows(tokens.query.at[head], layout) * decay + d_diagonal * k
     d_k = read_rows(tokens.key.at[head], layout) + d_erase * b + d_diagonal * q
@@ -220,9 +225,8 @@ def finish(
     if chunk.starts is not None:
         d_g = jnp.where(chunk.starts, 0.0, d_g)  # nothing passes a segment's start
     gradients = pull((d_q, d_k, d_g, d_erase * k))
-    columns = plan.key_columns(head)
     for ref, x in zip((outputs.q, outputs.k, outputs.g, outputs.b), gradients[:4], strict=True):
-        ref[0, :, columns] = x.astype(ref.dtype)
+        tpu_blocks.write_keys(plan, ref, head, x)
     if plan.projections is not None:
         scratch.d_log_rate[head] += gradients[4]
         scratch.d_bias[head] += gradients[5]
@@ -234,13 +238,11 @@ def backward(
     """Gradients of q, k, v, g, b, w in their dtypes; that of the initial state in float32; and,
     with projections, those of log_rate and bias [B, 1, H K] for each batch element.
 
-    states, inverses: what `tpu_forward.forward` saved; d_o [B, T, H V];
+    states, inverses: what `tpu_forward.forward` saved; d_o ordered like v;
     d_state [B, H G, K, V / G] float32.
     """
-    chunks = inverses.shape[1]
-    batch, _, width = arrays.q.shape
-    groups = width // (plan.heads * plan.layout.key_size)
-    specs = tpu_tokens.BlockSpecs(plan, lambda n: chunks - 1 - n)
+    batch, chunks = inverses.shape[:2]
+    specs = tpu_blocks.BlockSpecs(plan, lambda n: chunks - 1 - n)
     inputs, input_specs = specs.inputs(arrays)
     inputs += [d_o, states, inverses, d_state]
     input_specs += [
@@ -253,6 +255,7 @@ def backward(
     out_specs = [keys, keys, values, keys, keys, values, specs.state()]
     out_shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*arrays[:6], d_state)]
     if plan.projections is not None:
+        width = plan.key_heads * plan.layout.key_size
         row = jax.ShapeDtypeStruct((batch, 1, width), jnp.float32)
         out_specs += [specs.batch_row()] * 2
         out_shapes += [row] * 2
@@ -267,12 +270,12 @@ def backward(
 
     results = pl.pallas_call(
         body,
-        grid=(batch, groups, chunks),
+        grid=(batch, plan.key_heads // plan.heads, chunks),
         in_specs=input_specs,
         out_specs=out_specs,
         out_shape=out_shapes,
         scratch_shapes=scratch_shapes,
-        compiler_params=tpu_tokens.compiler_params(),
+        compiler_params=tpu_blocks.compiler_params(),
         name="gdn2_backward",
         interpret=plan.layout.interpret,
     )(*inputs)
@@ -288,20 +291,25 @@ def backward_scratch(plan: Plan) -> list:
     def operand(*shape):
         return pltpu.VMEM((heads, *shape), layout.operand_dtype)
 
-    levels = layout.low_levels + HIGH_LEVELS
-    values = operand(layout.stored_parts, layout.chunk, layout.value_size)
+    parts, fine_parts = layout.stored_parts, layout.stored_fine_parts
+    by_key = (layout.chunk, layout.key_size)
+    values = operand(layout.stored_fine_parts, layout.chunk, layout.value_size)
     return [
-        *tpu_tokens.token_scratch(plan, levels),
-        operand(levels, layout.stored_parts, layout.chunk, layout.key_size),
-        operand(3, layout.stored_parts, layout.chunk, layout.key_size),
+        *tpu_tokens.token_scratch(plan, layout.low_levels + HIGH_LEVELS),
+        operand(layout.low_levels, parts, *by_key),
+        operand(HIGH_LEVELS, fine_parts, *by_key),
+        operand(parts, *by_key),
+        operand(parts, *by_key),
+        operand(fine_parts, *by_key),
         square,
         square,
         values,
         values,
+        pltpu.VMEM((heads, layout.chunk, 1), jnp.float32),
         padded,
         padded,
         pltpu.VMEM((heads, SUBLANES, layout.key_size), jnp.float32),
-        operand(layout.low_levels, layout.stored_parts, layout.chunk // 2, layout.key_size),
+        operand(layout.low_levels, parts, layout.chunk // 2, layout.key_size),
         padded,
         pltpu.VMEM((heads, layout.value_size, layout.key_size), jnp.float32),
         row,

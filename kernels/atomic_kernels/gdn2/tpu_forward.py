@@ -8,9 +8,10 @@ Grid (batch, key-head groups, chunks); the chunks are sequential. For a chunk [C
     R = w*v - Kb S       Vn = A R       O = Qt S + Aqk Vn               [C, V]
     S <- Diag(exp gc_last) S + Kg^T Vn                                  [K, V], kept as S^T
 
-Operands are rounded as the plan's precision says, except in the inverse: there L and the blocks
-between are two bfloat16 parts even for one-part operands, because keys that point the same way
-make the rounding errors of L add up. Scores, state and sums are float32.
+Operands are rounded as the plan's precision says, but where keys that point the same way make the
+rounding errors of many tokens add up they are fine, of one bfloat16 part more than others:
+k between runs, Aqk, all of the inverse, R, Vn and Kg. `LAB_LOG.md` has what each of these costs
+and prevents. Scores, state and sums are float32.
 
 The body goes phase by phase, each over all heads of the grid step, so that independent work lies
 side by side for the scheduler. Saved for the backward: S^T before each chunk, and A.
@@ -24,7 +25,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from atomic_kernels.gdn2 import tpu_chunk, tpu_tokens
+from atomic_kernels.gdn2 import tpu_blocks, tpu_chunk, tpu_tokens
+from atomic_kernels.gdn2.tpu_blocks import InputArrays, InputRefs, Plan
 from atomic_kernels.gdn2.tpu_layout import (
     NN,
     NT,
@@ -43,10 +45,9 @@ from atomic_kernels.gdn2.tpu_layout import (
     write_rows,
     write_steps,
 )
-from atomic_kernels.gdn2.tpu_tokens import InputArrays, InputRefs, Plan, TokenScratch
+from atomic_kernels.gdn2.tpu_tokens import TokenScratch
 
 HIGH_LEVELS = SUBLANES.bit_length() - 1
-LADDER_PARTS = 2
 
 
 class Scratch(NamedTuple):
@@ -57,7 +58,7 @@ class Scratch(NamedTuple):
     leaf_scores: Ref  # [C, C] L within runs, step after step
     cross_scores: Ref  # [3, parts, C/2, C] L between runs, upper runs of each level
     inverse: Ref  # padded [C, C] A
-    written: Ref  # [parts, C, V] R, then Vn
+    written: Ref  # [fine parts, C, V] R, then Vn
     state: Ref  # [V, K] S^T
 
 
@@ -80,14 +81,13 @@ def forward_body(plan: Plan, save: bool, input_refs, state_ref, output_refs, scr
     for head in range(plan.heads):
         if save:
             states_ref[0, 0, head] = scratch.state[head]
-            inverse = read_rows(scratch.inverse.at[head], layout)
-            inverses_ref[0, 0, head] = inverse.astype(inverses_ref.dtype)
+            inverses_ref[0, 0, head] = read_rows(scratch.inverse.at[head], layout)
         read_erased(plan, chunk, input_refs, scratch, factors[head], head)
     for head in range(plan.heads):
         solve(layout, scratch, head)
     for head in range(plan.heads):
         o = advance(layout, scratch, factors[head], head)
-        o_ref[0, :, plan.value_columns(head)] = o.astype(o_ref.dtype)
+        tpu_blocks.write_values(plan, o_ref, head, o)
 
     @pl.when(number == pl.num_programs(2) - 1)
     def _():
@@ -144,7 +144,7 @@ def score_high_levels(plan: Plan, scratch: Scratch, factors: list[tpu_chunk.RunF
             scores = dot(left, right, NT)  # [C, C]
             mask = tpu_chunk.high_level_mask(layout.chunk, 1 << level)
             query = tpu_chunk.place_upper(query, scores[:half_rows], mask, layout.run << level)
-            cross = layout.split(jnp.where(mask, scores[half_rows:], 0.0), LADDER_PARTS)
+            cross = layout.split_fine(jnp.where(mask, scores[half_rows:], 0.0))
             write_parts(scratch.cross_scores.at[head, level], slice(None), cross)
         write_rows(scratch.query_scores.at[head], query, layout)
 
@@ -159,12 +159,12 @@ def climb_ladder(plan: Plan, scratch: Scratch) -> None:
         half = layout.run << level
         middles = []
         for head in range(plan.heads):
-            halves = layout.split(read_rows(scratch.inverse.at[head], layout))
+            halves = layout.split_fine(read_rows(scratch.inverse.at[head], layout))
             middle = dot(read_parts(scratch.cross_scores.at[head, level]), halves, NN)
             middles.append(
                 tuple(
                     interleave(jnp.zeros_like(part), part, half)
-                    for part in layout.split(middle, LADDER_PARTS)
+                    for part in layout.split_fine(middle)
                 )
             )  # [C, C]
         changed = tpu_chunk.numbers(SUBLANES, 1 << level, above=True)
@@ -172,7 +172,7 @@ def climb_ladder(plan: Plan, scratch: Scratch) -> None:
             ref = scratch.inverse.at[head]
             inverse = read_rows(ref, layout)
             under = upper(inverse, half)  # [C/2, C]
-            under = under - dot(layout.split(under), middles[head], NN)
+            under = under - dot(layout.split_fine(under), middles[head], NN)
             inverse = interleave(lower(inverse, half), under, half)
             write_rows(ref, inverse, layout, changed)
 
@@ -187,43 +187,41 @@ def read_erased(
     raw = tpu_tokens.raw_values(plan, input_refs, head, chunk)
     v, w = tpu_tokens.activate_values(plan, *raw)
     written = w * v - dot(split(erase), split(scratch.state[head]), NT)  # [C, V]
-    write_parts(scratch.written.at[head], slice(None), split(written))
+    write_parts(scratch.written.at[head], slice(None), layout.split_fine(written))
 
 
 def solve(layout: Layout, scratch: Scratch, head: int) -> None:
     """Vn = A R, in R's place."""
-    inverse = layout.split(read_rows(scratch.inverse.at[head], layout))
+    inverse = layout.split_fine(read_rows(scratch.inverse.at[head], layout))
     new_values = dot(inverse, read_parts(scratch.written.at[head]), NN)  # [C, V]
-    write_parts(scratch.written.at[head], slice(None), layout.split(new_values))
+    write_parts(scratch.written.at[head], slice(None), layout.split_fine(new_values))
 
 
 def advance(layout: Layout, scratch: Scratch, factors, head: int) -> Array:
     """O = Qt S + Aqk Vn [C, V]; S goes on by one chunk."""
-    split, tokens = layout.split, scratch.tokens
+    split, split_fine, tokens = layout.split, layout.split_fine, scratch.tokens
     query = tpu_chunk.scale_runs(read_rows(tokens.query.at[head], layout), factors.before[-1])
     key = tpu_chunk.scale_runs(read_rows(tokens.key.at[head], layout), factors.after[-1])
-    scores = split(read_rows(scratch.query_scores.at[head], layout))
-    new_values = read_parts(scratch.written.at[head])
+    scores = split_fine(read_rows(scratch.query_scores.at[head], layout))
+    new_values = read_parts(scratch.written.at[head], count=layout.stored_fine_parts)
     state = scratch.state[head]  # [V, K]
-    o = dot(split(query), split(state), NT) + dot(scores, new_values, NN)
-    scratch.state[head] = state * factors.total + dot(new_values, split(key), TN)
+    o = dot(split(query), split(state), NT) + dot(scores, new_values[: layout.stored_parts], NN)
+    scratch.state[head] = state * factors.total + dot(new_values, split_fine(key), TN)
     return o
 
 
 def forward(
     plan: Plan, arrays: InputArrays, initial_state: Array | None, *, save: bool
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """o [B, T, H V], the last state [B, H G, K, V / G], and, to save, S^T [B, N, H, V, K] and A
+    """o, ordered like v, the last state [B, H G, K, V / G], and, to save, S^T [B, N, H, V, K] and A
     [B, N, H, C, C].
 
     initial_state [B, H G, K, V / G] float32, or None for zeros.
     """
     layout, heads = plan.layout, plan.heads
-    batch, length, width = arrays.v.shape
-    chunks = pl.cdiv(length, layout.chunk)
-    groups = width // (heads * layout.value_size)
-    state_shape = (batch, groups * heads * plan.group, layout.key_size, plan.value_width)
-    specs = tpu_tokens.BlockSpecs(plan, lambda n: n)
+    batch, chunks = arrays.q.shape[0], pl.cdiv(plan.length, layout.chunk)
+    state_shape = (batch, plan.key_heads * plan.group, layout.key_size, plan.value_width)
+    specs = tpu_blocks.BlockSpecs(plan, lambda n: n)
     inputs, input_specs = specs.inputs(arrays)
     if initial_state is not None:
         inputs, input_specs = [*inputs, initial_state], [*input_specs, specs.state()]
@@ -243,33 +241,29 @@ def forward(
     ]
     if save:
         saved = [(layout.value_size, layout.key_size), (layout.chunk, layout.chunk)]
-        for shape, dtype in zip(saved, (jnp.float32, saved_inverse_dtype(layout)), strict=True):
+        for shape in saved:
             out_specs.append(specs.per_chunk(*shape))
-            out_shapes.append(jax.ShapeDtypeStruct((batch, chunks, groups * heads, *shape), dtype))
+            whole = (batch, chunks, plan.key_heads, *shape)
+            out_shapes.append(jax.ShapeDtypeStruct(whole, jnp.float32))
     scratch_shapes = forward_scratch(plan)
     results = pl.pallas_call(
         body,
-        grid=(batch, groups, chunks),
+        grid=(batch, plan.key_heads // heads, chunks),
         in_specs=input_specs,
         out_specs=out_specs,
         out_shape=out_shapes,
         scratch_shapes=scratch_shapes,
-        compiler_params=tpu_tokens.compiler_params(),
+        compiler_params=tpu_blocks.compiler_params(),
         name="gdn2_forward",
         interpret=layout.interpret,
     )(*inputs)
     return (*results, None, None)[:4]
 
 
-def saved_inverse_dtype(layout: Layout):
-    """A is only ever an operand: one part needs no more than bfloat16."""
-    return jnp.bfloat16 if layout.parts == 1 else jnp.float32
-
-
 def forward_scratch(plan: Plan) -> list:
     layout, heads = plan.layout, plan.heads
     square = pltpu.VMEM((heads, *layout.padded(layout.chunk)), jnp.float32)
-    parts = LADDER_PARTS if layout.parts else 1
+    parts = layout.stored_fine_parts
     return [
         *tpu_tokens.token_scratch(plan, layout.low_levels),
         square,
@@ -279,7 +273,8 @@ def forward_scratch(plan: Plan) -> list:
         ),
         square,
         pltpu.VMEM(
-            (heads, layout.stored_parts, layout.chunk, layout.value_size), layout.operand_dtype
+            (heads, layout.stored_fine_parts, layout.chunk, layout.value_size),
+            layout.operand_dtype,
         ),
         pltpu.VMEM((heads, layout.value_size, layout.key_size), jnp.float32),
     ]

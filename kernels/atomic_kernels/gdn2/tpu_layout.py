@@ -23,6 +23,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 # A reference to vector memory; Pallas has no public type for it.
 Ref = Any
@@ -39,14 +40,15 @@ class Layout:
     """The sizes of one chunk and one head, and the rounding of matrix operands.
 
     parts bfloat16 arrays stand for one float32 operand: 1 is a plain rounding, 2 a sum of two,
-    whose products then take three passes. 0 keeps float32 operands (six passes).
+    whose products then take three passes. 0 keeps float32 operands (six passes). Operands whose
+    rounding errors would add up over the tokens of a chunk (`split_fine`) have one part more.
     """
 
     chunk: int  # C, 64 or 128
     key_size: int  # K
     value_size: int  # V, all value heads of the key head together
     parts: int
-    interpret: bool
+    interpret: bool | pltpu.InterpretParams
 
     @property
     def run(self) -> int:
@@ -68,6 +70,10 @@ class Layout:
         return max(self.parts, 1)
 
     @property
+    def stored_fine_parts(self) -> int:
+        return self.parts + 1
+
+    @property
     def operand_dtype(self):
         return jnp.bfloat16 if self.parts else jnp.float32
 
@@ -76,16 +82,23 @@ class Layout:
         lanes = min(width, LANES)
         return width // lanes, SUBLANES * self.pitch, lanes
 
-    def split(self, x: Array, parts: int | None = None) -> tuple[Array, ...]:
-        """x as operands of the matrix unit: a sum of `parts` bfloat16 arrays."""
+    def split(self, x: Array) -> tuple[Array, ...]:
+        """x as an operand of the matrix unit: a sum of `parts` bfloat16 arrays."""
+        return self._split(x, self.stored_parts)
+
+    def split_fine(self, x: Array) -> tuple[Array, ...]:
+        return self._split(x, self.stored_fine_parts)
+
+    def _split(self, x: Array, count: int) -> tuple[Array, ...]:
         if not self.parts:
             return (x.astype(jnp.float32),)
         if x.dtype == jnp.bfloat16:
             return (x,)
-        high = self._round(x)
-        if (parts or self.parts) == 1:
-            return (high,)
-        return high, self._round(x - high.astype(jnp.float32))
+        parts = [self._round(x)]
+        while len(parts) < count:
+            x = x - parts[-1].astype(jnp.float32)
+            parts.append(self._round(x))
+        return tuple(parts)
 
     def pin(self, x: Array) -> Array:
         """x, kept by the interpreter's compiler as one value: fused into each of its many uses,
@@ -199,8 +212,11 @@ def write_parts(ref: Ref, rows: slice, parts: Sequence[Array]) -> None:
         ref[n, rows] = part
 
 
-def read_parts(ref: Ref, rows: slice = slice(None)) -> tuple[Array, ...]:
-    return tuple(ref[n, rows] for n in range(ref.shape[0]))
+def read_parts(
+    ref: Ref, rows: slice = slice(None), *, count: int | None = None
+) -> tuple[Array, ...]:
+    """The parts, or the first `count` of them."""
+    return tuple(ref[n, rows] for n in range(count or ref.shape[0]))
 
 
 def _read_run(ref: Ref, s: int, layout: Layout) -> Array:

@@ -72,7 +72,7 @@ def one_token(
 
 def gdn2_step_tpu(
     state: Array, q: Array, k: Array, v: Array, g: Array, b: Array, w: Array, *,
-    scale: float, interpret: bool = False,
+    scale: float, interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """o [B, Hv, V] in v's dtype and the new state, in the old one's memory where jit allows.
 

@@ -5,18 +5,16 @@ For each key head of a grid step: activate and mask the tokens, then make the op
 level (`tpu_chunk`): x = q e and (b k) e in the upper half of the rows, k in the lower half.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from atomic_kernels.gdn2 import gates, tpu_chunk
-from atomic_kernels.gdn2.gates import Projections
+from atomic_kernels.gdn2.tpu_blocks import InputRefs, Plan, read_keys, read_values
 from atomic_kernels.gdn2.tpu_layout import (
     SUBLANES,
     Layout,
@@ -29,58 +27,6 @@ from atomic_kernels.gdn2.tpu_layout import (
     write_rows,
     write_steps,
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Everything about a launch that is not an array."""
-
-    layout: Layout
-    heads: int  # key heads of a grid step
-    group: int  # value heads of a key head
-    scale: float
-    length: int  # T
-    segmented: bool
-    projections: Projections | None
-
-    @property
-    def value_width(self) -> int:
-        """Columns of one value head."""
-        return self.layout.value_size // self.group
-
-    def key_columns(self, head: int) -> slice:
-        return slice(head * self.layout.key_size, (head + 1) * self.layout.key_size)
-
-    def value_columns(self, head: int) -> slice:
-        return slice(head * self.layout.value_size, (head + 1) * self.layout.value_size)
-
-
-class InputRefs(NamedTuple):
-    """Blocks [1, C, heads * D], D = K for q, k, g, b and V for v, w; rows [1, heads * K]."""
-
-    q: Ref
-    k: Ref
-    v: Ref
-    g: Ref
-    b: Ref
-    w: Ref
-    log_rate: Ref  # A_log, repeated K times; None without projections
-    bias: Ref  # dt_bias; None without projections
-    starts: Ref  # [1, 1, C] int32, 1 where a segment starts; None without segments
-
-
-class InputArrays(NamedTuple):
-    """q, k, g, b [B, T, H K]; v, w [B, T, H V]; log_rate, bias [1, H K]; starts [B, 1, T]."""
-
-    q: Array
-    k: Array
-    v: Array
-    g: Array
-    b: Array
-    w: Array
-    log_rate: Array | None = None
-    bias: Array | None = None
-    starts: Array | None = None
 
 
 class TokenScratch(NamedTuple):
@@ -124,17 +70,16 @@ def describe_chunk(plan: Plan, number: Array, starts_ref) -> Chunk:
 
 def raw_keys(plan: Plan, refs: InputRefs, head: int, chunk: Chunk) -> tuple[Array, ...]:
     """q, k, g, b [C, K] as they came, rows beyond T zero; then log_rate and bias [1, K]."""
-    columns = plan.key_columns(head)
-    raw = [_load(x, columns, chunk) for x in (refs.q, refs.k, refs.g, refs.b)]
+    raw = [_float32(read_keys(plan, x, head), chunk) for x in (refs.q, refs.k, refs.g, refs.b)]
     if plan.projections is not None:
+        columns = plan.key_columns(head)
         raw += [refs.log_rate[:, columns], refs.bias[:, columns]]
     return tuple(raw)
 
 
 def raw_values(plan: Plan, refs: InputRefs, head: int, chunk: Chunk) -> tuple[Array, Array]:
     """v, w [C, V] as they came, rows beyond T zero."""
-    columns = plan.value_columns(head)
-    return _load(refs.v, columns, chunk), _load(refs.w, columns, chunk)
+    return load_values(plan, refs.v, head, chunk), load_values(plan, refs.w, head, chunk)
 
 
 def activate_keys(plan: Plan, chunk: Chunk, *raw: Array) -> tuple[Array, Array, Array, Array]:
@@ -205,7 +150,8 @@ def low_keys(
 def high_operands(
     scratch: TokenScratch, head: int, level: int, factors: tpu_chunk.RunFactors, layout: Layout
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Operands of a level between runs: left [C, K], upper runs of x twice; right [C, K], k."""
+    """Operands of a level between runs: left [C, K], upper runs of x twice; right [C, K], k, fine:
+    identical keys round alike, and in a level of C/2 columns those errors are a sum."""
     half = layout.run << level
     query, erase, key = (
         read_rows(ref.at[head], layout) for ref in (scratch.query, scratch.erase, scratch.key)
@@ -215,7 +161,7 @@ def high_operands(
         erase = tpu_chunk.scale_runs(erase, factors.before[level])
         key = tpu_chunk.scale_runs(key, factors.after[level])
     left = jnp.concatenate([upper(query, half), upper(erase, half)], 0)
-    return layout.split(left), layout.split(key)
+    return layout.split(left), layout.split_fine(key)
 
 
 def chunk_operands(
@@ -249,80 +195,19 @@ def write_state(plan: Plan, state, target) -> None:
             target[0, head * plan.group + n] = jnp.transpose(state[head, rows])
 
 
-def load_operand(plan: Plan, ref, columns: slice, chunk: Chunk) -> tuple[Array, ...]:
-    """An input [C, D] as a matrix operand; bfloat16 needs no rounding."""
-    if ref.dtype == jnp.bfloat16 and plan.layout.parts and chunk.valid is None:
-        return (ref[0, :, columns],)
-    return plan.layout.split(_load(ref, columns, chunk))
+def load_values(plan: Plan, ref: Ref, head: int, chunk: Chunk) -> Array:
+    """v, w or dO [C, V] in float32, rows beyond T zero."""
+    return _float32(read_values(plan, ref, head), chunk)
 
 
-def _load(ref, columns: slice, chunk: Chunk) -> Array:
-    x = ref[0, :, columns].astype(jnp.float32)
+def load_output_gradient(plan: Plan, ref: Ref, head: int, chunk: Chunk) -> tuple[Array, ...]:
+    """dO [C, V] as a matrix operand; bfloat16 needs no rounding."""
+    d_o = read_values(plan, ref, head)
+    if d_o.dtype == jnp.bfloat16 and plan.layout.parts and chunk.valid is None:
+        return (d_o,)
+    return plan.layout.split(_float32(d_o, chunk))
+
+
+def _float32(x: Array, chunk: Chunk) -> Array:
+    x = x.astype(jnp.float32)
     return x if chunk.valid is None else jnp.where(chunk.valid, x, 0.0)
-
-
-class BlockSpecs:
-    """The blocks of a grid step (batch, head group, position) in the arrays of a launch.
-
-    chunk_at gives the chunk of a position: the backward goes from the last to the first.
-    """
-
-    def __init__(self, plan: Plan, chunk_at: Callable[[Array], Array]):
-        self._plan, self._chunk_at = plan, chunk_at
-
-    def keys(self) -> pl.BlockSpec:
-        return self._tokens(self._plan.layout.key_size)
-
-    def values(self) -> pl.BlockSpec:
-        return self._tokens(self._plan.layout.value_size)
-
-    def key_row(self) -> pl.BlockSpec:
-        width = self._plan.heads * self._plan.layout.key_size
-        return pl.BlockSpec((1, width), lambda b, h, n: (0, h))
-
-    def batch_row(self) -> pl.BlockSpec:
-        """[B, 1, H K]."""
-        width = self._plan.heads * self._plan.layout.key_size
-        return pl.BlockSpec((1, 1, width), lambda b, h, n: (b, 0, h))
-
-    def state(self) -> pl.BlockSpec:
-        """[B, value heads, K, V / G]."""
-        plan = self._plan
-        shape = (1, plan.heads * plan.group, plan.layout.key_size, plan.value_width)
-        return pl.BlockSpec(shape, lambda b, h, n: (b, h, 0, 0))
-
-    def per_chunk(self, rows: int, columns: int) -> pl.BlockSpec:
-        """[B, N, heads, rows, columns]."""
-        shape = (1, 1, self._plan.heads, rows, columns)
-        return pl.BlockSpec(shape, lambda b, h, n: (b, self._chunk_at(n), h, 0, 0))
-
-    def inputs(self, arrays: InputArrays) -> tuple[list[Array], list[pl.BlockSpec]]:
-        """The arrays that there are, with their blocks."""
-        chunk = self._plan.layout.chunk
-        starts = pl.BlockSpec((1, 1, chunk), lambda b, h, n: (b, 0, self._chunk_at(n)))
-        keys, values, row = self.keys(), self.values(), self.key_row()
-        specs = (keys, keys, values, keys, keys, values, row, row, starts)
-        pairs = [(x, spec) for x, spec in zip(arrays, specs, strict=True) if x is not None]
-        return [x for x, _ in pairs], [spec for _, spec in pairs]
-
-    def name_inputs(self, refs: Sequence) -> tuple[InputRefs, list]:
-        """The references of `inputs`, named, and those that follow."""
-        q, k, v, g, b, w, *rest = refs
-        log_rate = bias = starts = None
-        if self._plan.projections is not None:
-            log_rate, bias, *rest = rest
-        if self._plan.segmented:
-            starts, *rest = rest
-        return InputRefs(q, k, v, g, b, w, log_rate, bias, starts), rest
-
-    def _tokens(self, size: int) -> pl.BlockSpec:
-        shape = (1, self._plan.layout.chunk, self._plan.heads * size)
-        return pl.BlockSpec(shape, lambda b, h, n: (b, self._chunk_at(n), h))
-
-
-def compiler_params() -> pltpu.CompilerParams:
-    # Blocks and scratch take 1 to 3 MiB a head, most of it operands of the levels; a v5e has
-    # 128 MiB of vector memory, of which a kernel gets 16 unless it asks.
-    return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=100 * 2**20
-    )

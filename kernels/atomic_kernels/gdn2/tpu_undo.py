@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from atomic_kernels.gdn2 import tpu_chunk, tpu_tokens
+from atomic_kernels.gdn2.tpu_blocks import Plan
 from atomic_kernels.gdn2.tpu_layout import (
     NN,
     NT,
@@ -28,14 +29,15 @@ from atomic_kernels.gdn2.tpu_layout import (
     write_rows,
     write_steps,
 )
-from atomic_kernels.gdn2.tpu_tokens import Chunk, Plan, TokenScratch
+from atomic_kernels.gdn2.tpu_tokens import Chunk, TokenScratch
 
 HIGH_LEVELS = SUBLANES.bit_length() - 1
-QUERY, ERASE, KEY = range(3)
+
+Parts = tuple[Array, ...]
 
 
 class SavedRefs(NamedTuple):
-    """Blocks: dO [1, C, heads V]; S^T, A [1, 1, heads, ., .]; dS [1, value heads, K, V / G]."""
+    """Blocks: dO like v; S^T, A [1, 1, heads, ., .]; dS [1, value heads, K, V / G]."""
 
     d_o: Ref
     states: Ref
@@ -61,12 +63,16 @@ class Scratch(NamedTuple):
     """Vector memory of a grid step, first axis heads."""
 
     tokens: TokenScratch  # query, erase and key turn into dx of q, dx of b k and dk
-    right: Ref  # [levels, parts, C, K] k, in order
-    state_operands: Ref  # [3, parts, C, K] Qt, Kb, Kg
+    near_keys: Ref  # [levels within runs, parts, C, K] k, in order
+    far_keys: Ref  # [levels between runs, fine parts, C, K]
+    state_query: Ref  # [parts, C, K] Qt
+    state_erase: Ref  # [parts, C, K] Kb
+    state_key: Ref  # [fine parts, C, K] Kg
     square: Ref  # padded [C, C] Aqk, then dAqk
     square2: Ref  # padded [C, C] dL
-    new_values: Ref  # [parts, C, V] Vn
-    d_written: Ref  # [parts, C, V] dR
+    new_values: Ref  # [fine parts, C, V] R, then Vn
+    d_written: Ref  # [fine parts, C, V] dVn, then dR
+    d_diagonal: Ref  # [C, 1] dO_i Vn_i
     row_decay: Ref  # padded [C, K] x*Dx, summed over levels
     key_decay: Ref  # padded [C, K] k*Dk
     run_decay: Ref  # [8, K] what all decays of a run get
@@ -79,11 +85,12 @@ class Scratch(NamedTuple):
 
 def d_scores(plan: Plan, chunk: Chunk, saved: SavedRefs, scratch: Scratch, head: int) -> None:
     """dO Vn^T and -dR Vn^T, whole squares; the levels' masks choose the pairs."""
-    new_values = read_parts(scratch.new_values.at[head])
-    d_o = tpu_tokens.load_operand(plan, saved.d_o, plan.value_columns(head), chunk)
-    write_rows(scratch.square.at[head], dot(d_o, new_values, NT), plan.layout)
-    d_written = read_parts(scratch.d_written.at[head])
-    write_rows(scratch.square2.at[head], -dot(d_written, new_values, NT), plan.layout)
+    layout, count = plan.layout, plan.layout.stored_fine_parts
+    new_values = read_parts(scratch.new_values.at[head], count=count)
+    d_o = tpu_tokens.load_output_gradient(plan, saved.d_o, head, chunk)
+    write_rows(scratch.square.at[head], dot(d_o, new_values, NT), layout)
+    d_written = read_parts(scratch.d_written.at[head], count=count)
+    write_rows(scratch.square2.at[head], -dot(d_written, new_values, NT), layout)
 
 
 def undo_state(
@@ -91,13 +98,18 @@ def undo_state(
 ) -> None:
     """What Qt, Kb, Kg and the state give to dx, dk and dgc; dS goes on by one chunk."""
     layout, split = plan.layout, plan.layout.split
-    d_o = tpu_tokens.load_operand(plan, saved.d_o, plan.value_columns(head), chunk)
-    d_written = read_parts(scratch.d_written.at[head])
-    query, erase, key = (read_parts(scratch.state_operands.at[head, n]) for n in range(3))
+    d_o = tpu_tokens.load_output_gradient(plan, saved.d_o, head, chunk)
+    d_written = read_parts(scratch.d_written.at[head], count=layout.stored_parts)
+    new_values = read_parts(scratch.new_values.at[head], count=layout.stored_parts)
+    query, erase = (
+        read_parts(scratch.state_query.at[head]),
+        read_parts(scratch.state_erase.at[head]),
+    )
+    key = read_parts(scratch.state_key.at[head])
     state, d_state = saved.states[0, 0, head], scratch.d_state[head]  # [V, K]
     d_query = dot(d_o, split(state), NN)  # [C, K]
     d_erase = -dot(d_written, split(state), NN)
-    d_key = dot(read_parts(scratch.new_values.at[head]), split(d_state), NN)
+    d_key = dot(new_values, split(d_state), NN)
     row_decay = join(query) * d_query + join(erase) * d_erase
     through = jnp.sum(state * d_state, 0, keepdims=True) * factors.total  # [1, K]
     scratch.run_decay[head] = jnp.broadcast_to(through, (SUBLANES, layout.key_size))
@@ -114,13 +126,10 @@ def undo_state(
 
 
 def level_gradients(
-    plan: Plan, scratch: Scratch, head: int, number: int, d_query_scores: Array,
-    d_erase_scores: Array,
-) -> tuple[Array, Array]:  # fmt: skip
+    layout: Layout, left: Parts, right: Parts, d_query_scores: Array, d_erase_scores: Array
+) -> tuple[Array, Array]:
     """Dx [C, K], q's upper rows then b k's, and Dk [C, K], of masked upper rows [C/2, C] each."""
-    d_level = plan.layout.split(jnp.concatenate([d_query_scores, d_erase_scores], 0))
-    left = read_parts(scratch.tokens.left.at[head, number])
-    right = read_parts(scratch.right.at[head, number])
+    d_level = layout.split(jnp.concatenate([d_query_scores, d_erase_scores], 0))
     return dot(d_level, right, NN), dot(d_level, left, TN)
 
 
@@ -132,16 +141,18 @@ def undo_high_levels(plan: Plan, scratch: Scratch, factors, head: int) -> None:
     key_sums = tpu_chunk.run_sums(read_rows(key_decay, layout))
     run_decay = scratch.run_decay[head]
     for level in reversed(range(HIGH_LEVELS)):
-        number, half = layout.low_levels + level, layout.run << level
+        half = layout.run << level
         mask = tpu_chunk.high_level_mask(layout.chunk, 1 << level)
         chosen = [
             jnp.where(mask, upper(read_rows(x.at[head], layout), half), 0.0)
             for x in (scratch.square, scratch.square2)
         ]
-        d_rows, d_keys = level_gradients(plan, scratch, head, number, *chosen)
-        products = join(read_parts(tokens.left.at[head, number])) * d_rows
+        left = read_parts(tokens.left.at[head, layout.low_levels + level])
+        right = read_parts(scratch.far_keys.at[head, level], count=layout.stored_parts)
+        d_rows, d_keys = level_gradients(layout, left, right, *chosen)
+        products = join(left) * d_rows
         products = products[:half_rows] + products[half_rows:]  # [C/2, K], upper runs
-        keys = join(read_parts(scratch.right.at[head, number])) * d_keys  # zero in upper runs
+        keys = join(right) * d_keys  # zero in upper runs
         run_decay = tpu_chunk.pass_down_runs(run_decay, row_sums, key_sums, 1 << level)
         if level:
             zeros = jnp.zeros_like(products)
@@ -188,12 +199,14 @@ def undo_low_levels(plan: Plan, scratch: Scratch, head: int) -> None:
             jnp.where(mask, upper(read_steps(x.at[head], layout), half), 0.0)
             for x in (scratch.square, scratch.square2)
         ]
-        d_rows, d_keys = level_gradients(plan, scratch, head, level, *chosen)
+        left = read_parts(tokens.left.at[head, level])
+        right = read_parts(scratch.near_keys.at[head, level])
+        d_rows, d_keys = level_gradients(layout, left, right, *chosen)
         write_rows(scratch.swap.at[head], d_keys, layout)
         d_keys = lower(read_steps(scratch.swap.at[head], layout), half)  # [C/2, K]
         rows, keys = read_steps(row_decay, layout), read_steps(key_decay, layout)
         decay = tpu_chunk.pass_down_steps(decay, rows, keys, level)
-        products = join(read_parts(tokens.left.at[head, level])) * d_rows
+        products = join(left) * d_rows
         rows = add_upper(rows, products[:half_rows] + products[half_rows:], half)
         keys = add_lower(keys, join(read_parts(scratch.key_steps.at[head, level])) * d_keys, half)
         climbed = [
@@ -223,7 +236,7 @@ def add_lower(x: Array, y: Array, half: int) -> Array:
     return interleave(lower(x, half) + y, upper(x, half), half)
 
 
-def join(parts: tuple[Array, ...]) -> Array:
+def join(parts: Parts) -> Array:
     """The float32 value that an operand stands for."""
     total = parts[-1].astype(jnp.float32)
     for part in reversed(parts[:-1]):
