@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention in chunks against one softmax over a written-out mask.
+"""Causal attention, in chunks and through splash, against one softmax over a written-out mask.
 
-Protected: masks at chunk edges, windows and segments, gradients through the recomputed chunks, and
-that no score tensor grows with the square of the length. The oracle forms the whole [T, T] mask
-entry by entry in numpy and computes in float64. Limit: float32 rounding of sums over T terms.
+Protected: masks at the edges of chunks and blocks, windows and segments, gradients (through the
+recomputed chunks; through splash's own backward kernels, in interpret mode), and that no score
+tensor grows with the square of the length. The oracle forms the whole [T, T] mask entry by entry in
+numpy and computes in float64. Limit: float32 rounding of sums over T terms. Interpret mode does
+not round operands as a TPU's matrix unit does, so it says nothing about that.
 """
 
 import functools
@@ -15,8 +17,9 @@ import pytest
 from model_cases import assert_close
 
 from atomic_lib.model.causal_attention import MIN_CHUNK_ROWS, causal_attention
+from atomic_lib.model.splash import splash_attention
 
-LENGTH = 2 * MIN_CHUNK_ROWS + 3  # three chunks, the last of three rows
+LENGTH = 2 * MIN_CHUNK_ROWS + 3  # three chunks, the last of three rows; five blocks of splash
 HEADS, SIZE, SCALE = 2, 4, 0.7
 LIMIT = 2e-6
 SEGMENTS = (1, MIN_CHUNK_ROWS, 100, LENGTH - 101 - MIN_CHUNK_ROWS)
@@ -58,12 +61,20 @@ def formula(q, k, v, mask):
     }
 
 
+IMPLEMENTATIONS = {
+    "chunked": functools.partial(causal_attention, implementation="chunked"),
+    "splash": functools.partial(splash_attention, interpret=True),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("segmented", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 100])
-def test_output_and_gradients_equal_the_formula(window, segmented):
+def test_output_and_gradients_equal_the_formula(window, segmented, implementation):
     attend = functools.partial(
-        causal_attention, scale=SCALE, window=window, first_visible=first_visible(segmented)
-    )
+        IMPLEMENTATIONS[implementation],
+        scale=SCALE, window=window, first_visible=first_visible(segmented),
+    )  # fmt: skip
 
     @jax.jit
     def run(q, k, v, d_o):
