@@ -13,6 +13,8 @@ are float32; the weights are cast to the values' dtype before they are summed.
     auto          chunked.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -122,6 +124,14 @@ def causal_attention(
             f"implementation: {implementation!r} is not allowed; choose one of "
             f"{tuple(_IMPLEMENTATIONS)}"
         )
+    return _run(
+        q, k, v, first_visible, scale=scale, window=window, implementation=implementation
+    )  # fmt: skip
+
+
+# Jitted, so that layers of equal shapes share one trace and one lowering (and, in splash, a mask).
+@partial(jax.jit, static_argnames=("scale", "window", "implementation"))
+def _run(q, k, v, first_visible, *, scale, window, implementation):
     attend = _IMPLEMENTATIONS[implementation]
     with jax.named_scope("attention_kernel"):  # the name by which a compiled step is read
         return attend(q, k, v, scale=scale, first_visible=first_visible, window=window)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GDN-2 mixer of Atomic-GDN2: seven dense matrices and the recurrence."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -44,6 +45,31 @@ def close_on_padding(raw_gate: Array, valid: Array | None) -> Array:
     if valid is None:
         return raw_gate
     return jnp.where(valid[:, :, None, None], raw_gate, CLOSED_GATE)
+
+
+@partial(jax.jit, static_argnames="backend")
+def run_recurrence(
+    *projections: Array,
+    backend: str,
+    initial_state: Array | None,
+    segment_ids: Array | None,
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+) -> tuple[Array, Array]:
+    """`gdn2_from_projections` of q, k, v, g, b, w, as a function that all layers share.
+
+    Traced and lowered once for equal shapes: the fused kernels are long programs, and lowering them
+    for each of 21 layers took most of a full-size step's compile time.
+    """
+    with jax.named_scope("gdn2_kernel"):  # the name by which a compiled step is read
+        return gdn2_from_projections(
+            *projections,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            initial_state=initial_state,
+            segment_ids=segment_ids,
+            backend=backend,
+        )
 
 
 class HeadNorm(nnx.Module):
@@ -100,13 +126,12 @@ class GDN2(nnx.Module):
             for project in (self.q, self.k, self.v, self.w, self.b, self.g)
         )
         w, b, g = (close_on_padding(gate, context.valid) for gate in (w, b, g))
-        with jax.named_scope("gdn2_kernel"):  # the name by which a compiled step is read
-            o, memory = gdn2_from_projections(
-                q, k, v, g, b, w,
-                initial_state=None if state is None else state.memory,
-                segment_ids=context.segment_ids,
-                backend=decoding_backend(self.backend, x.shape[1]),
-            )  # fmt: skip
+        o, memory = run_recurrence(
+            q, k, v, g, b, w,
+            initial_state=None if state is None else state.memory,
+            segment_ids=context.segment_ids,
+            backend=decoding_backend(self.backend, x.shape[1]),
+        )  # fmt: skip
         if self.has_out_norm:
             o = self.out_norm(o)
         y = self.o(o.reshape(*x.shape[:2], -1))

@@ -5,14 +5,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from atomic_kernels.gdn2 import gdn2_from_projections
 from flax import nnx
 
 from atomic_lib.model.config import ModelConfig
 from atomic_lib.model.context import TokenContext
 from atomic_lib.model.execution import Execution
 from atomic_lib.model.layers import Dense, RMSNorm
-from atomic_lib.model.mixers.gdn2 import close_on_padding, decoding_backend, split_heads
+from atomic_lib.model.mixers.gdn2 import (
+    close_on_padding,
+    decoding_backend,
+    run_recurrence,
+    split_heads,
+)
 from atomic_lib.model.short_convolution import ShortConvolution
 
 Array = jax.Array
@@ -83,15 +87,14 @@ class GDN2Conv(nnx.Module):
         gates = (self.decay_up(self.decay_down(x)), self.b(x), self.w(x))
         # [B, T, H, K] each
         g, b, w = (close_on_padding(split_heads(gate, self.heads), context.valid) for gate in gates)
-        with jax.named_scope("gdn2_kernel"):  # the name by which a compiled step is read
-            o, memory = gdn2_from_projections(
-                q, k, v, g, b, w,
-                A_log=self.A_log[...],
-                dt_bias=self.dt_bias[...].reshape(self.heads, self.head_dim),
-                initial_state=None if state is None else state.memory,
-                segment_ids=context.segment_ids,
-                backend=decoding_backend(self.backend, x.shape[1]),
-            )  # fmt: skip
+        o, memory = run_recurrence(
+            q, k, v, g, b, w,
+            A_log=self.A_log[...],
+            dt_bias=self.dt_bias[...].reshape(self.heads, self.head_dim),
+            initial_state=None if state is None else state.memory,
+            segment_ids=context.segment_ids,
+            backend=decoding_backend(self.backend, x.shape[1]),
+        )  # fmt: skip
         gate = split_heads(self.gate_up(self.gate_down(x)), self.heads)
         gated = self.out_norm(o) * jax.nn.sigmoid(gate)
         y = self.o(gated.reshape(*x.shape[:2], -1))
