@@ -44,6 +44,7 @@ session = Session.begin(root)
 # %% tags=["parameters"]
 run: str = "smoke"  # "smoke" or "seed1"
 train: str = None  # the parameter file to check, as "<notebook>/<run>", e.g. "train_hybrid/seed1"
+topology: str = None  # TPU slice to compile for ahead of time, e.g. "v5e-8"; takes minutes, no TPU
 
 # %%
 loaded = session.read_parameters("preflight", globals())
@@ -95,6 +96,16 @@ from atomic_lib.preflight import compile_training_step
 
 compiled = compile_training_step(run_folder, training)
 show_table(compiled, caption="Training step")
+
+# %% [markdown]
+# ## Ahead of time
+# The same step and the evaluation, compiled for the TPU slice `topology` whether or not one is here: memory a chip, predicted time by part, tokens in the session, disk. Every time is an estimate; its basis stands beside it. A run that does not fit stops here and says what to change.
+
+# %%
+from atomic_lib.preflight import compile_ahead_of_time
+
+predicted = compile_ahead_of_time(run_folder, training, topology=config.topology)
+show_table(predicted, caption="Ahead of time")
 
 # %% [markdown]
 # ## Evidence

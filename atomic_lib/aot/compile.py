@@ -20,6 +20,7 @@ from typing import Any
 from atomic_kernels.schedule.hlo import HloModule
 
 from atomic_lib.aot.costs import ProgramCosts
+from atomic_lib.aot.identity import program_identity
 from atomic_lib.aot.kernels import KernelSchedule, distinct_kernels, kernel_schedules
 from atomic_lib.aot.memory import (
     ChipMemory,
@@ -82,8 +83,7 @@ def _program(
     name: str, facts: dict[str, Any], module: HloModule, target: Target,
     schedules: Mapping[str, KernelSchedule],
 ) -> ProgramReport:  # fmt: skip
-    cycles = {key: schedule.cycles for key, schedule in schedules.items()}
-    costs = ProgramCosts(module, target.chip, cycles).costs
+    costs = ProgramCosts(module, target.chip, schedules).costs
     used = [kernel.key for kernel in distinct_kernels([module])]
     return ProgramReport.of(name, facts, costs, [schedules[key] for key in used])
 
@@ -125,7 +125,9 @@ def _report(
     flops = config.model_config.flops_per_token(config.sequence_length) * config.tokens_per_step
     return CompileReport(
         preset=config.preset,
+        program=program_identity(config),
         topology=target.topology,
+        device_kind=facts["train"]["device_kind"] if programs else None,
         jax_version=metadata.version("jax"),
         libtpu_version=_version("libtpu"),
         parameters=counts,

@@ -2,7 +2,8 @@
 """Predicted time of a compiled program on one chip, instruction by instruction.
 
     fusion, copy      XLA's estimated_cycles / clock; without an estimate, bytes / ASSUMED_HBM
-    Pallas kernel     the larger of its static schedule / clock and its bytes / ASSUMED_HBM
+    Pallas kernel     the larger of its static schedule with the waits that the compiler foresees
+                      / clock, and its bytes / ASSUMED_HBM
     collective        bytes that leave a chip / ASSUMED_LINK, less the work between its start and
                       its end where it is asynchronous
     loop              its body times its trip count
@@ -10,7 +11,7 @@
 Nothing here is measured. XLA's estimate is near for matrix products (88 to 100 us where 87 is the
 floor) and pessimistic for passes over memory (it implies 213 to 470 GB/s), so each time comes with
 `at_bandwidth`: the same, with everything but matrix products and kernels at bytes / ASSUMED_HBM
-where that is less. The truth should lie between the two.
+where that is less, and kernels without their waits. The truth should lie between the two.
 """
 
 import re
@@ -21,7 +22,7 @@ from typing import NamedTuple
 from atomic_kernels.schedule.chips import Chip
 from atomic_kernels.schedule.hlo import HloModule, Instruction, Work, hbm_bytes
 
-from atomic_lib.aot.kernels import kernel_key
+from atomic_lib.aot.kernels import KernelSchedule, kernel_key
 from atomic_lib.aot.parts import PARTS, part_of
 
 # Of the published peak; 700 GB/s on v5e. Our assumption for a long, regular pass.
@@ -76,14 +77,14 @@ def ring_bytes(opcode: str, result_bytes: int, devices: int) -> float:
 class ProgramCosts:
     """The costs of a compiled module.
 
-    `kernel_cycles` gives the static cycles of each Pallas kernel by `kernels.kernel_key`. Raises
-    ValueError for a loop whose trip count the program does not state: its time cannot be predicted.
+    `schedules` has each Pallas kernel of the module by `kernels.kernel_key`. Raises ValueError for
+    a loop whose trip count the program does not state: its time cannot be predicted.
     """
 
-    def __init__(self, module: HloModule, chip: Chip, kernel_cycles: Mapping[str, int]):
+    def __init__(self, module: HloModule, chip: Chip, schedules: Mapping[str, KernelSchedule]):
         self._module = module
         self._chip = chip
-        self._kernel_cycles = kernel_cycles
+        self._schedules = schedules
         self._memory_rate = ASSUMED_HBM_FRACTION * chip.hbm_bytes_per_second
         self.costs = tuple(self._costs(module.work()))
 
@@ -125,8 +126,10 @@ class ProgramCosts:
             key = kernel_key(instruction)
             kind = "kernel" if key else self._kind(instruction)
             if key:
-                static = self._chip.seconds(self._kernel_cycles[key])
-                seconds = at_bandwidth = max(static, by_bytes)
+                schedule = self._schedules[key]
+                with_waits = self._chip.seconds(schedule.cycles + schedule.stall_cycles)
+                seconds = max(with_waits, by_bytes)
+                at_bandwidth = max(self._chip.seconds(schedule.cycles), by_bytes)
             elif instruction.opcode.endswith(("-start", "-done")):
                 return None  # a transfer that overlaps with the work around it
             else:

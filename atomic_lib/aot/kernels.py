@@ -39,11 +39,16 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSchedule:
-    """What the schedule of one kernel says; cycles are bundles times trips, stalls not counted."""
+    """What the schedule of one kernel says: cycles are bundles times trips.
+
+    stall_cycles are waits on results that the compiler foresees and leaves to the hardware; waits
+    on memory are in neither.
+    """
 
     key: str
     name: str
     cycles: int
+    stall_cycles: int
     hbm_bytes: int
     vmem_bytes: int | None
 
@@ -160,6 +165,7 @@ def kernel_schedules(
             key=kernel.key,
             name=kernel.name,
             cycles=found[0].cycles,
+            stall_cycles=found[0].stall_cycles or 0,
             hbm_bytes=found[0].hbm_bytes,
             vmem_bytes=found[0].vmem_bytes,
         )

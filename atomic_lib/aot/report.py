@@ -82,7 +82,9 @@ class CompileReport:
     """
 
     preset: str
+    program: dict[str, Any]  # `identity.program_identity` of the configuration
     topology: str
+    device_kind: str | None  # as jax names it
     jax_version: str
     libtpu_version: str
     parameters: dict[str, int]  # by group
@@ -203,6 +205,8 @@ class CompileReport:
             "basis": self.basis,
             "fits": self.fits,
             "verdict": self.verdict,
+            "devices": self.target.chips,
+            "predicted_hbm_bytes": self.train and self.train.memory.total,
             "predicted_step_ms": self.train and self.train.milliseconds,
             "predicted_step_ms_at_bandwidth": self.train and self.train.milliseconds_at_bandwidth,
             "predicted_mfu": self.predicted_mfu,

@@ -42,6 +42,7 @@ class PreflightConfig(RunConfig):
     """Checks one training parameter file against this machine before it costs quota."""
 
     train: str  # the parameter file to check, as "<notebook>/<run>", e.g. "train_hybrid/seed1"
+    topology: str | None = None  # TPU slice to compile for ahead of time, e.g. "v5e-8" (minutes)
 
 
 @dataclass(frozen=True, kw_only=True)

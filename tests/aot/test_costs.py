@@ -13,7 +13,7 @@ from atomic_kernels.schedule.chips import CHIPS
 from atomic_kernels.schedule.hlo import HloModule
 
 from atomic_lib.aot.costs import ProgramCosts, part_times, ring_bytes
-from atomic_lib.aot.kernels import distinct_kernels, kernel_key
+from atomic_lib.aot.kernels import KernelSchedule, distinct_kernels, kernel_key
 from atomic_lib.aot.memory import compile_overflow
 from atomic_lib.aot.parts import PARTS, part_of
 
@@ -78,12 +78,18 @@ def module():
     return HloModule(PROGRAM)
 
 
-def costs_of(module, kernel_cycles):
+def schedules_of(module, kernel_cycles, stall_cycles=0):
     (kernel,) = distinct_kernels([module])
-    return {
-        cost.name: cost
-        for cost in ProgramCosts(module, V5E, {kernel.key: kernel_cycles}).costs
-    }  # fmt: skip
+    schedule = KernelSchedule(
+        key=kernel.key, name=kernel.name, cycles=kernel_cycles, stall_cycles=stall_cycles,
+        hbm_bytes=0, vmem_bytes=None,
+    )  # fmt: skip
+    return {kernel.key: schedule}
+
+
+def costs_of(module, **cycles):
+    costs = ProgramCosts(module, V5E, schedules_of(module, **cycles)).costs
+    return {cost.name: cost for cost in costs}
 
 
 def test_each_instruction_gets_its_part_and_kind(module):
@@ -126,6 +132,12 @@ def test_a_kernel_takes_the_longer_of_its_schedule_and_its_bytes(module, cycles,
     assert kernel.seconds == pytest.approx(wanted, rel=1e-9)
 
 
+def test_the_waits_of_a_kernel_are_left_out_at_bandwidth_only(module):
+    kernel = costs_of(module, kernel_cycles=60_000, stall_cycles=9_000)["my_kernel.2"]
+    assert kernel.seconds == pytest.approx(69_000 / CLOCK, rel=1e-9)
+    assert kernel.seconds_at_bandwidth == pytest.approx(60_000 / CLOCK, rel=1e-9)
+
+
 def test_an_asynchronous_collective_costs_what_the_work_beside_it_does_not_cover(module):
     sent = 7 / 8 * 2 * MIB / LINK  # the gathered 1024 x 1024 bf16 array
     covered = costs_of(module, kernel_cycles=60_000)["gather"]
@@ -151,9 +163,8 @@ def test_part_times_add_up_to_all_costs(module):
 def test_a_loop_of_unknown_length_is_refused_by_name():
     text = PROGRAM.replace('"known_trip_count":{"n":"4"}', "").replace("constant(4)", "negate(%i)")
     module = HloModule(text)
-    (kernel,) = distinct_kernels([module])
     with pytest.raises(ValueError, match=r"%\S+ runs an unknown number of times"):
-        ProgramCosts(module, V5E, {kernel.key: 10})
+        costs_of(module, kernel_cycles=10)
 
 
 def test_a_kernel_is_known_by_its_code_and_shapes(module):
