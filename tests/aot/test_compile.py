@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Protects the preflight end to end: a tiny hybrid's real training and evaluation steps, compiled
-for a v5e-8 with no TPU, and the report made from them.
+for a v5e-8 (and three other slices) with no TPU, and the report made from them.
 
 Oracles: parameter and moment counts from the configuration, divided over the chips that share them;
 the schedule of one kernel compiled directly, not taken out of the model. The first are exact, the
 second within the 5 % explained below. What the compiler estimates has no oracle here; only its
 bookkeeping (sums, shares, parts) is checked.
-One compile serves all tests (about 40 s on two cores).
+One compile serves all tests of v5e-8 (about 40 s on two cores); the other slices have one each.
 """
 
 import importlib.util
@@ -29,11 +29,11 @@ pytestmark = [
 CHIPS = 8
 
 
-def tiny_hybrid() -> TrainConfig:
+def tiny_hybrid(chips: int = CHIPS) -> TrainConfig:
     model = {"num_blocks": 1, "vocab_size": 512, "block": ["gdn2", "mla"]}
     return TrainConfig(
-        run="t", preset="atomic-hybrid-smoke", model=model, batch_size=CHIPS, sequence_length=256,
-        fsdp=CHIPS, eval_batches=4,
+        run="t", preset="atomic-hybrid-smoke", model=model, batch_size=chips, sequence_length=256,
+        fsdp=min(chips, CHIPS), eval_batches=4,
     )  # fmt: skip
 
 
@@ -108,3 +108,16 @@ def test_the_report_says_what_is_estimated_and_survives_json(report, tmp_path):
     assert rows["train step, predicted time"]["basis"] == "estimate"
     assert rows["tokens in the session"]["value"] == report.session.tokens
     assert rows["verdict"]["value"] == "fits"
+
+
+@pytest.mark.parametrize(
+    ("topology", "chips", "hosts"), [("v5e-1", 1, 1), ("v6e-8", 8, 1), ("v5e-16", 16, 4)]
+)
+def test_other_slices_compile(topology, chips, hosts):
+    config = tiny_hybrid(chips)
+    report = compile_report(config, topology=topology)
+    assert report.verdict == "fits"
+    assert (report.target.chips, report.target.hosts) == (chips, hosts)
+    exchanged = {part.part for part in report.train.parts} & {"collectives"}
+    assert bool(exchanged) == (chips > 1)
+    assert {"gdn2_forward", "gdn2_backward"} <= {kernel.name for kernel in report.train.kernels}
