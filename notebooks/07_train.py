@@ -120,11 +120,21 @@ from atomic_lib.train import require_improvement
 show_table(require_improvement(result), caption="Validation")
 
 # %% [markdown]
+# ## Predicted and measured
+# Where `outputs/` holds an ahead-of-time report of this program for these devices (`00_preflight` with `topology`), its step time and memory stand beside those of this run, here and in `SUCCESS.json`.
+
+# %%
+from atomic_lib.preflight import predicted_and_measured, prediction_rows
+
+prediction = predicted_and_measured(run_folder, config)
+show_table(prediction_rows(prediction), caption="Predicted and measured")
+
+# %% [markdown]
 # ## Evidence
 # `SUCCESS.json` is written last, with the hash of every file. Unzip the download anywhere and run `python verify.py` in it: it needs nothing but Python.
 
 # %%
 from atomic_lib.notebook import offer_zip
 
-run_folder.succeed(**result.summary())
+run_folder.succeed(**result.summary(), **prediction)
 offer_zip(run_folder)

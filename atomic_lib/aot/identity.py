@@ -11,7 +11,7 @@ from atomic_lib.evidence.files import plain
 # runs. A field that is not listed here counts as part of the program.
 NOT_COMPILED = frozenset(
     (
-        "run", "preset", "model", "corpus", "init_seed", "data_seed", "dropout_seed",
+        "run", "preset", "model", "corpus", "accelerator", "init_seed", "data_seed", "dropout_seed",
         "dropout_rate", "learning_rate", "weight_decay", "clip_norm", "adam_b1", "adam_b2",
         "schedule", "schedule_unit", "warmup_steps", "budget_seconds", "max_steps", "max_tokens",
         "decay_fraction", "floor_fraction", "eval_every", "eval_batches", "checkpoint_seconds",

@@ -39,7 +39,8 @@ def plan_session(
     bytes over the disk rate that `Budget` assumes.
     """
     per_batch = config.tokens_per_step
-    batches = config.eval_batches or max(1, ASSUMED_VALIDATION_TARGETS // per_batch)
+    per_evaluation_batch = (config.eval_batch_size or config.batch_size) * config.sequence_length
+    batches = config.eval_batches or max(1, ASSUMED_VALIDATION_TARGETS // per_evaluation_batch)
     evaluation_seconds = batches * evaluation_step_seconds
     budget = Budget(
         clock=lambda: compile_seconds,

@@ -47,8 +47,10 @@ def compile_program(config: TrainConfig, target: Target, name: str) -> tuple[dic
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     arguments: tuple[Any, ...]
-    rows = (config.batch_size, config.sequence_length + 1)
-    tokens = array(rows, jnp.int32, placement.batch)
+    sequences = config.batch_size
+    if name == "eval":
+        sequences = config.eval_batch_size or config.batch_size
+    tokens = array((sequences, config.sequence_length + 1), jnp.int32, placement.batch)
     if name == "train":
         function = program.step
         arguments = (state, tokens, array((), jnp.float32, placement.replicated))
