@@ -71,7 +71,7 @@ def test_an_ablation_trains_at_smoke_size(name):
     config = dataclasses.replace(
         file, preset="atomic-hybrid-smoke", model={**lean, **file.model},
         optimizer="adamw", batch_size=BATCH, sequence_length=LENGTH, kernel_backend="reference",
-        compute_dtype="float32",
+        compute_dtype="float32", fsdp=1,
     )  # fmt: skip
     program = build_program(config, devices=jax.devices()[:1])
     rows = np.random.default_rng(0).integers(48, size=(BATCH, LENGTH + 1), dtype=np.int32)
