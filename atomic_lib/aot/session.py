@@ -46,6 +46,8 @@ def plan_session(
         clock=lambda: compile_seconds,
         started_at=0.0,
         budget_seconds=config.budget_seconds,
+        eval_every=config.eval_every,
+        checkpoint_every_seconds=config.checkpoint_seconds,
         evaluation_seconds=evaluation_seconds,
     )
     budget.expect_checkpoint_bytes(state_bytes)
@@ -54,8 +56,6 @@ def plan_session(
     final_step = budget.predict_final_step(
         step=0,
         max_steps=min((limit for limit in limits if limit), default=None),
-        eval_every=config.eval_every,
-        checkpoint_every_seconds=config.checkpoint_seconds,
     )
     return SessionPlan(
         budget_seconds=config.budget_seconds,

@@ -88,7 +88,11 @@ class TrainConfig(RunConfig):
     optimizer: Literal["muon_adamw", "adamw"] = "muon_adamw"
     learning_rate: float = 3e-4  # peak
     weight_decay: float = 0.1
+    # Parameter groups that decay: "muon" (hidden matrices), "embedding", "adamw_matrices"
+    # (convolution taps), "vectors" (gains, biases, queries).
+    decay_groups: tuple[Literal["muon", "embedding", "adamw_matrices", "vectors"], ...] = ("muon",)
     clip_norm: float = 1.0  # of the gradient's global norm
+    max_skipped_in_a_row: int = 10  # non-finite steps; then the run fails. Our choice
     adam_b1: float = 0.9
     adam_b2: float = 0.95
 
@@ -107,9 +111,16 @@ class TrainConfig(RunConfig):
     eval_lengths: tuple[int, ...] = ()  # tokens; the same text is also read in longer sequences
     checkpoint_seconds: float = 900.0  # our choice; wall clock between checkpoints
     keep_checkpoints: int = 2
+    # Earlier outputs of this run: run folders, or folders that hold them. Kaggle's attached outputs
+    # are searched in any case.
+    resume_from: tuple[str, ...] = ()
+    replay: str | None = None  # a run folder or metrics.jsonl whose learning rates are used again
     loss_chunks: int = 1  # slices of the tokens whose logits exist at one time
     data_parallel: int | None = None  # devices that share the batch; None: all that fsdp leaves
     fsdp: int = 1  # devices that share each parameter
+
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    profile_steps: tuple[int, ...] | None = None  # (first, last) step that JAX's profiler traces
 
     def __post_init__(self):
         super().__post_init__()
@@ -118,7 +129,7 @@ class TrainConfig(RunConfig):
             self, "sequence_length", "batch_size", "accumulate_steps", "learning_rate", "clip_norm",
             "budget_seconds", "max_steps", "max_tokens", "eval_every", "eval_batches",
             "eval_batch_size", "checkpoint_seconds", "keep_checkpoints", "loss_chunks",
-            "data_parallel", "fsdp",
+            "data_parallel", "fsdp", "max_skipped_in_a_row",
         )  # fmt: skip
         for key in ("weight_decay", "warmup_steps", "init_seed", "data_seed", "dropout_seed"):
             _require(getattr(self, key) >= 0, key, getattr(self, key), "at least 0")
@@ -126,6 +137,13 @@ class TrainConfig(RunConfig):
             _require(0 <= getattr(self, key) < 1, key, getattr(self, key), "in [0, 1)")
         for key in ("decay_fraction", "floor_fraction"):
             _require(0 <= getattr(self, key) <= 1, key, getattr(self, key), "in [0, 1]")
+        window = self.profile_steps
+        _require(
+            window is None or (len(window) == 2 and 1 <= window[0] <= window[1]),
+            "profile_steps",
+            window,
+            "two step numbers, 1 <= first <= last",
+        )
         self._require_horizon()
         self._require_divisible()
         self._require_lengths()

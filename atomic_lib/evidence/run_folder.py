@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run's folder: opened at the start, filled by the notebook, closed by `succeed` or `fail`."""
 
+import contextlib
 import io
 import json
 import os
@@ -8,7 +9,6 @@ import shutil
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,11 @@ class RunFolder:
         return self.path.name
 
     @property
+    def root(self) -> Path:
+        """The repository that the run was made from."""
+        return self._root
+
+    @property
     def parameters(self) -> dict[str, Any]:
         """The resolved parameters, as manifest.json has them."""
         return dict(self._manifest["parameters"])
@@ -130,10 +135,11 @@ class RunFolder:
         atomic_write(target, buffer.getvalue())
         return target
 
-    def progress(self, stage: str, done: float, total: float, text: str = "") -> None:
+    def progress(self, stage: str, done: float, total: float, text: str = "", **facts: Any) -> None:
         """Says where the run is, for whoever watches: heartbeat.json, at most once a second.
 
         `done` of `total` (0: unknown) in any unit; a new stage and the end of one always count.
+        `facts` (JSON) stand beside them. A disk that refuses the file stops no run.
         """
         now = time.monotonic()
         written_at, written_stage = self._heartbeat
@@ -143,14 +149,15 @@ class RunFolder:
         self._heartbeat = (now, stage)
         beat = {
             "time": time.time(), "pid": os.getpid(), "stage": stage, "done": done, "total": total,
-            "text": text, "elapsed_s": now - self._opened_at,
+            "text": text, "elapsed_s": now - self._opened_at, **facts,
         }  # fmt: skip
         # Not evidence, so no fsync: a reader needs the whole file, not the newest one.
         temporary = self.path / f".{HEARTBEAT}.tmp"
-        temporary.write_text(json.dumps(plain(beat)), encoding="utf-8")
-        os.replace(temporary, self.path / HEARTBEAT)
+        with contextlib.suppress(OSError):  # a full disk must not end what it only watches
+            temporary.write_text(json.dumps(plain(beat)), encoding="utf-8")
+            os.replace(temporary, self.path / HEARTBEAT)
 
-    @contextmanager
+    @contextlib.contextmanager
     def recording(self) -> Iterator["RunFolder"]:
         """Writes FAILED.json if the block raises (sys.exit and interrupts too), and raises on.
 
@@ -161,7 +168,10 @@ class RunFolder:
             yield self
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
-            self.fail(reason, traceback.format_exception(error))
+            try:
+                self.fail(reason, traceback.format_exception(error))
+            except OSError as refused:  # a full disk: the reason must still reach the reader
+                error.add_note(f"{FAILED} could not be written: {refused}")
             raise
 
     def fail(self, reason: str, traceback_lines: list[str] | None = None) -> None:

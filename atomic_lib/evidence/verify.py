@@ -27,7 +27,8 @@ METRICS, NOTEBOOK, REPORT = "metrics.jsonl", "notebook.ipynb", "report.html"
 CHECKPOINTS = "checkpoints"
 # Live state and a viewer's droppings: never evidence, so neither hashed nor refused.
 IGNORED_FILES = {SUMS, "heartbeat.json", ".lock"}
-IGNORED_FOLDERS = {CHECKPOINTS, ".ipynb_checkpoints"}
+WATCH = "watch"  # curves and traces for whoever watches: views of metrics.jsonl
+IGNORED_FOLDERS = {CHECKPOINTS, WATCH, ".ipynb_checkpoints"}
 WRITTEN_BY_RUNNER = {NOTEBOOK, REPORT}  # outside the seal until the runner closes the run
 CHAIN_START = "0" * 64
 ESTIMATED_BYTES_PER_TOKEN = 4.2  # the divisor of every published bpb_est
@@ -48,6 +49,8 @@ SCHEMAS = {
     "export.json": "schema:text source:object tensors:list files:object",
     "evaluation.json": "schema:text source:text models:list",
     "comparison.json": "",
+    "replay.json": "source:text metrics_sha256:sha256 first_step:count|null last_step:count|null "
+    "rows:count bit_exact:flag differences:count",
     SUCCESS: "schema:text run_id:text notebook:text started_at:time finished_at:time "
     "elapsed_s:number stop_reason:text final_step:count|null final_tokens:count|null "
     "results:object checkpoint:object|null metrics:object|null earlier_files:list sealed:flag "
@@ -66,7 +69,9 @@ PART_SCHEMAS = {  # of the object that a field holds, or of each object in its l
 ROWS = {  # of metrics.jsonl by kind; every row also has row:count and previous:sha256
     "header": "schema:text run_id:text tokens_per_step:count",
     "train": "step:count tokens:count loss:number|null lr:number grad_norm:number|null "
-    "finite:flag skipped?:flag|count elapsed_s:number elapsed_fraction?:number|null "
+    "finite:flag skipped?:flag|count clipped?:flag clip_rate?:number|null erase_low?:number|null "
+    "erase_high?:number|null write_low?:number|null write_high?:number|null "
+    "decay_min?:number|null elapsed_s:number elapsed_fraction?:number|null "
     "tok_per_s?:number|null step_ms?:number|null mfu?:number|null hbm?:number|null",
     "eval": "step:count tokens:count ce:number|null bpb_est:number|null bpb_exact?:number|null "
     "bytes?:count|null exact_nats?:number|null target_tokens:count batches:count elapsed_s:number",

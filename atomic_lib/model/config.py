@@ -178,6 +178,16 @@ class ModelConfig:
         return self.block[int(index)] if kind == "mixer" else None
 
     @property
+    def gated_mixers(self) -> tuple[str, ...]:
+        """Paths of the GDN-2 mixers in order of depth, e.g. "block_0/mixer_1"."""
+        return tuple(
+            f"block_{block}/{name}"
+            for block in range(self.num_blocks)
+            for name in self.sublayers
+            if (self.mixer_of(name) or "").startswith("gdn2")
+        )
+
+    @property
     def sublayer_count(self) -> int:
         """Sublayers of the whole model."""
         return self.num_blocks * len(self.sublayers)

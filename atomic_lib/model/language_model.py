@@ -18,6 +18,7 @@ from atomic_lib.model.context import (
 from atomic_lib.model.depth import Source
 from atomic_lib.model.execution import DEFAULT_EXECUTION, Execution
 from atomic_lib.model.feed_forward import FeedForward
+from atomic_lib.model.gate_statistics import GateStatistics, stack_statistics
 from atomic_lib.model.initialise import initial_values
 from atomic_lib.model.layers import norm
 from atomic_lib.model.mixers import MIXER_CLASSES
@@ -83,18 +84,19 @@ class Block(nnx.Module):
     def sublayer(
         self, name: str, x: Array, read: Array | None, context: TokenContext, state: Any,
         dropout: Dropout,
-    ) -> tuple[Array, Any]:  # fmt: skip
-        """Returns (delta [B, T, D], new state) of one sublayer; x, read [B, T, D]."""
+    ) -> tuple[Array, Any, GateStatistics | None]:  # fmt: skip
+        """Returns (delta [B, T, D], new state, gate statistics); x, read [B, T, D]."""
         if read is not None:
             x = read if self.replaces else x + read
         x = getattr(self, f"{name}_norm")(x)
         module = getattr(self, name)
         if isinstance(module, FeedForward):
-            y, state = module(x, dropout_rate=dropout.rate, dropout_keys=dropout.keys), None
+            y = module(x, dropout_rate=dropout.rate, dropout_keys=dropout.keys)
+            state, statistics = None, None
         else:
-            y, state = module(x, context, state)
+            y, state, statistics = module(x, context, state)
         post_norm = getattr(self, f"{name}_post_norm", None)
-        return (y if post_norm is None else post_norm(y)), state
+        return (y if post_norm is None else post_norm(y)), state, statistics
 
 
 _REMAT_POLICIES = {
@@ -155,6 +157,30 @@ class LanguageModel(nnx.Module):
         starts new rows and returns None. dropout_keys [B], one a row, drop feed-forward activations
         at `dropout_rate`. Raises ValueError for an argument of another shape or kind.
         """
+        hidden, new_state, _ = self.observed(
+            tokens,
+            segment_ids=segment_ids,
+            mask=mask,
+            state=state,
+            dropout_keys=dropout_keys,
+            dropout_rate=dropout_rate,
+        )
+        return hidden, new_state
+
+    def observed(
+        self,
+        tokens: Array,
+        *,
+        segment_ids: Array | None = None,
+        mask: Array | None = None,
+        state: ModelState | None = None,
+        dropout_keys: Array | None = None,
+        dropout_rate: float = 0.0,
+    ) -> tuple[Array, ModelState | None, GateStatistics | None]:
+        """As a call of the model, and the statistics of each mixer's gates, in order of depth.
+
+        None for a model without GDN-2 mixers; `ModelConfig.gated_mixers` names them.
+        """
         self._refuse_bad_input(tokens, segment_ids, mask)
         _refuse_bad_dropout(dropout_rate, dropout_keys, tokens.shape[0])
         placement = None
@@ -165,7 +191,7 @@ class LanguageModel(nnx.Module):
         context = make_context(
             tokens.shape, segment_ids=segment_ids, placement=placement, start=start
         )
-        hidden, mixers = self._run_blocks(
+        hidden, mixers, statistics = self._run_blocks(
             self._embed(tokens), context, None if state is None else state.mixers,
             Dropout(dropout_rate, dropout_keys),
         )  # fmt: skip
@@ -173,8 +199,8 @@ class LanguageModel(nnx.Module):
         if placement is not None:
             hidden = jnp.take_along_axis(hidden, placement.back[:, :, None], axis=1)
         if start is None:
-            return hidden, None
-        return hidden, ModelState(*advance(start, context), mixers)
+            return hidden, None, statistics
+        return hidden, ModelState(*advance(start, context), mixers), statistics
 
     def _refuse_bad_input(self, tokens, segment_ids, mask) -> None:
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -201,19 +227,22 @@ class LanguageModel(nnx.Module):
 
     def _run_blocks(
         self, x: Array, context: TokenContext, states: dict[str, Any] | None, dropout: Dropout
-    ) -> tuple[Array, dict[str, Any]]:
-        """Returns the residual stream after all blocks and the mixers' new states."""
+    ) -> tuple[Array, dict[str, Any], GateStatistics | None]:
+        """Returns the residual stream after all blocks, the mixers' new states, their gates."""
         ledger = self._open_ledger()
+        statistics: list[GateStatistics] = []
         new_states: dict[str, Any] = {}
         for index in range(self.config.num_blocks):
             block, deltas = getattr(self, f"block_{index}"), []
             for slot, name in enumerate(self.config.sublayers):
                 path = f"block_{index}/{name}"
-                x, delta, new_state = self._step(
+                x, delta, new_state, gates = self._step(
                     partial(block.sublayer, name), x, ledger.read((index, slot)), context,
                     None if states is None else states.get(path),
                     dropout.of_sublayer(index * len(self.config.sublayers) + slot),
                 )  # fmt: skip
+                if gates is not None:
+                    statistics.append(gates)
                 if new_state is not None:
                     new_states[path] = new_state
                 ledger.add(Source(index, slot), delta)
@@ -221,20 +250,20 @@ class LanguageModel(nnx.Module):
                     deltas.append(delta)
             if self.config.depth_plan.consumers(Source(index)):
                 ledger.add(Source(index), block_summary(deltas))
-        return x, new_states
+        return x, new_states, stack_statistics(statistics)
 
     def _step(self, sublayer, x, read, context, state, dropout):
         """Runs one sublayer under the execution's rule for what the backward pass keeps."""
         policy = _REMAT_POLICIES.get(self.execution.remat)
         if policy is None:
-            delta, state = sublayer(x, read, context, state, dropout)
+            delta, state, gates = sublayer(x, read, context, state, dropout)
         else:
             # The rate is a Python number that decides what is traced, so it stays outside.
             def run(x, read, state, keys):
                 return sublayer(x, read, context, state, Dropout(dropout.rate, keys))
 
-            delta, state = jax.checkpoint(run, policy=policy)(x, read, state, dropout.keys)
-        return x + delta, delta, state
+            delta, state, gates = jax.checkpoint(run, policy=policy)(x, read, state, dropout.keys)
+        return x + delta, delta, state, gates
 
     def _open_ledger(self) -> DepthLedger | TpuDepthLedger:
         plan = self.config.depth_plan

@@ -3,8 +3,9 @@
 
 session       `train`: begins or resumes a run and says how it ended
 loop          one session, step by step; `interrupts`: its signals; `budget`: its clock
-record        metrics.jsonl, heartbeat, printed lines; `result`: what comes back
-checkpoint    checkpoints that are whole or do not count
+record        metrics.jsonl; `heartbeat`: printed lines; `trackers`, `profiling`: views for watching
+checkpoint    checkpoints that are whole or do not count; `earlier`: those of other folders
+replay        repeats a recorded run and audits it; `result`: what comes back
 program       everything that is compiled; `step`: train and eval step; `loss`; `optimizer`
 schedule      learning rate by progress; `evaluation`: bits per byte; `sharding`: the mesh
 """

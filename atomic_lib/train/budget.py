@@ -37,6 +37,8 @@ class Budget:
     clock: Callable[[], float]
     started_at: float
     budget_seconds: float | None
+    eval_every: int  # steps
+    checkpoint_every_seconds: float
     earlier_seconds: float = 0.0
     counts_earlier: bool = True
     evaluation_seconds: float = 0.0
@@ -82,16 +84,17 @@ class Budget:
         """Whether another step would cut into the reserve."""
         return self.left() < self.step_seconds
 
-    def predict_final_step(
-        self, *, step: int, max_steps: int | None, eval_every: int, checkpoint_every_seconds: float
-    ) -> int | None:
-        """The step at which the run will end at the present speed, or None if nothing limits it.
+    @property
+    def overall_step_seconds(self) -> float:
+        """What a step costs with its share of evaluations and checkpoints; infinite if checkpoints
+        take all the time between them."""
+        seconds = self.step_seconds + self.evaluation_seconds / self.eval_every
+        training = 1 - self.checkpoint_seconds / self.checkpoint_every_seconds
+        return seconds / training if training > 0 else float("inf")
 
-        A step costs its own time plus its share of evaluations and checkpoints.
-        """
+    def predict_final_step(self, *, step: int, max_steps: int | None) -> int | None:
+        """The step at which the run will end at the present speed, or None if nothing limits it."""
         if self.budget_seconds is None or not self._steps:
             return max_steps
-        seconds = self.step_seconds + self.evaluation_seconds / eval_every
-        saving = self.checkpoint_seconds / checkpoint_every_seconds
-        predicted = step + max(0, int(self.left() * max(0.0, 1 - saving) / seconds))
+        predicted = step + max(0, int(self.left() / self.overall_step_seconds))
         return predicted if max_steps is None else min(predicted, max_steps)

@@ -5,8 +5,9 @@ While the device works on step n, the host reads the batch of step n + 1 and wri
 n - 1; it waits for the device only then. An evaluation or a checkpoint waits for all steps first.
 """
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,13 @@ from atomic_lib.train.budget import Budget
 from atomic_lib.train.checkpoint import Checkpoint, CheckpointStore
 from atomic_lib.train.evaluation import Validation
 from atomic_lib.train.interrupts import StopSignals, TrainingInterrupted
+from atomic_lib.train.profiling import ProfileWindow
 from atomic_lib.train.program import Program
 from atomic_lib.train.record import Record
 from atomic_lib.train.schedule import RecordedSchedule, Schedule
 from atomic_lib.train.step import TrainState
 
+PROFILER_ERRORS = (RuntimeError, OSError, ValueError)
 PLAN_AFTER_STEPS = 20  # timed steps before the final step is predicted
 
 
@@ -33,12 +36,25 @@ class NonFiniteError(RuntimeError):
     """Too many steps in a row had a loss or gradient that is not finite."""
 
 
-def last_step(config: TrainConfig) -> int | None:
-    """The step at which max_steps or max_tokens ends a run, whichever comes first."""
-    limits = [config.max_steps] if config.max_steps else []
-    if config.max_tokens:
-        limits.append(math.ceil(config.max_tokens / config.tokens_per_step))
-    return min(limits, default=None)
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The last step of a run that its budget does not end, and why it is the last."""
+
+    step: int
+    reason: str
+
+    @classmethod
+    def of(cls, config: TrainConfig, schedule: Schedule | RecordedSchedule) -> "End | None":
+        """The nearest of max_steps, max_tokens and the end of a replayed record, or None."""
+        ends = []
+        if config.max_steps:
+            ends.append(cls(step=config.max_steps, reason="max_steps"))
+        if config.max_tokens:
+            steps = math.ceil(config.max_tokens / config.tokens_per_step)
+            ends.append(cls(step=steps, reason="max_tokens"))
+        if isinstance(schedule, RecordedSchedule):
+            ends.append(cls(step=schedule.last_step, reason="completed"))
+        return min(ends, key=lambda end: end.step, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +78,15 @@ class Loop:
     program: Program
     validation: Validation
     schedule: Schedule | RecordedSchedule
+    end: End | None
     store: CheckpointStore
     budget: Budget
     record: Record
     state: TrainState
     step: int
     saved: Checkpoint | None  # the newest one of this run
-    max_skipped_in_a_row: int
     signals: StopSignals
+    profile: ProfileWindow
     predicted_final_step: int | None = None
     host_seconds: float = 0.0  # of the loop, waiting for the device excluded
     loop_seconds: float = 0.0
@@ -86,17 +103,12 @@ class Loop:
         after too many bad steps in a row.
         """
         self._saved_at = self.budget.clock()
-        while True:
-            if self._is_evaluation_due():
-                self._evaluate()
-            if self.signals.requested:
-                self._interrupt(self.signals.requested)
-            reason = self._stop_reason()
-            if reason is not None:
-                break
-            if self.budget.clock() - self._saved_at >= self.config.checkpoint_seconds:
-                self._save_or_note()
-            self._train_one_step()
+        try:
+            reason = self._train()
+        finally:
+            # A trace must not outlive its run, and must not hide why the run ended.
+            with contextlib.suppress(*PROFILER_ERRORS):
+                self.profile.end()
         self._drain()
         if self._saved_step != self.step:
             self._save()  # before the evaluation, which takes longer to do again
@@ -104,14 +116,42 @@ class Loop:
             self._evaluate()
         return reason
 
+    def _train(self) -> str:
+        while True:
+            if self._is_evaluation_due():
+                self._evaluate()
+            if self.signals.requested:
+                self._interrupt(self.signals.requested)
+            reason = self._stop_reason()
+            if reason is not None:
+                return reason
+            if self.budget.clock() - self._saved_at >= self.config.checkpoint_seconds:
+                self._save_or_note()
+            self._profile(self.profile.begins_at(self.step + 1), self.profile.begin)
+            with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
+                self._train_one_step()
+            self._profile(self.profile.ends_at(self.step), self.profile.end)
+            self.record.note_tracker_failures()
+
+    def _profile(self, due: bool, action: Callable[[], None]) -> None:
+        """Begins or ends the trace when it is due; a profiler that fails stops no training."""
+        if not due:
+            return
+        self._drain()
+        try:
+            action()
+        except PROFILER_ERRORS as error:
+            self.record.event("profile_failed", step=self.step, reason=str(error))
+        else:
+            self.record.event("profile", step=self.step, active=self.profile.active)
+
     @property
     def _saved_step(self) -> int | None:
         return self.saved.step if self.saved else None
 
     def _stop_reason(self) -> str | None:
-        last = last_step(self.config)
-        if last is not None and self.step >= last:
-            return "max_steps" if last == self.config.max_steps else "max_tokens"
+        if self.end is not None and self.step >= self.end.step:
+            return self.end.reason
         return "time" if self.budget.is_used_up() else None
 
     def _is_evaluation_due(self) -> bool:
@@ -151,8 +191,7 @@ class Loop:
 
     def _read_ahead(self) -> None:
         """Reads the batch of the step that comes next."""
-        last = last_step(self.config)
-        if last is not None and self.step >= last:
+        if self.end is not None and self.step >= self.end.step:
             return
         batch = self.dataset.train_batch(
             self.config.data_seed,
@@ -195,7 +234,7 @@ class Loop:
         )
         in_a_row = int(values["skipped_in_a_row"])
         self.record.event("skipped", step=done.step, in_a_row=in_a_row, windows=windows.tolist())
-        if in_a_row >= self.max_skipped_in_a_row:
+        if in_a_row >= self.config.max_skipped_in_a_row:
             raise NonFiniteError(
                 f"{in_a_row} steps in a row, the last one {done.step}, had a loss or gradient that "
                 f"is not finite; the last good checkpoint is that of step {self._saved_step}. "
@@ -206,9 +245,7 @@ class Loop:
         if self.predicted_final_step is None and self.budget.timed_steps >= PLAN_AFTER_STEPS:
             self.predicted_final_step = self.budget.predict_final_step(
                 step=self.step,
-                max_steps=last_step(self.config),
-                eval_every=self.config.eval_every,
-                checkpoint_every_seconds=self.config.checkpoint_seconds,
+                max_steps=self.end.step if self.end else None,
             )
             self.record.event(
                 "plan", step=self.step, predicted_final_step=self.predicted_final_step

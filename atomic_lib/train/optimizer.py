@@ -13,8 +13,9 @@ The factor 0.2 sqrt(max) gives a Muon update the root mean square of a typical A
 both groups share one learning rate (Liu et al. 2025, arXiv 2502.16982). Newton-Schulz is that of
 `optax.contrib.scale_by_muon`. Parameters are a flat mapping from "/"-joined names to arrays.
 
-Only hidden matrices decay: never the embedding, norm gains, biases, routing queries or taps.
-Which parameter is which is decided by its name, in `atomic_lib.model.accounting`.
+Only hidden matrices decay: never the embedding, norm gains, biases, routing queries or taps, unless
+`decay_groups` asks for it. Which parameter is in which group is decided by its name, in
+`atomic_lib.model.accounting`.
 """
 
 import math
@@ -44,6 +45,14 @@ UPDATE_RMS = 0.2  # of a typical AdamW update, arXiv 2502.16982 section 2.2
 # compiled cycle estimates for TPU v5e a 1024 x 1024 matrix costs 0.23 ms alone, 0.19 ms in a batch
 # of 14, and 0.40 ms in one of 147, which no longer fits in VMEM.
 STACK_SIZE = 14
+
+
+GROUP_LABELS = {
+    "muon": "hidden matrices",
+    "adamw_matrices": "convolution taps",
+    "embedding": "input and output tables",
+    "vectors": "gains, biases, routing queries, decay rates",
+}
 
 
 def is_hidden_matrix(name: str) -> bool:
@@ -141,6 +150,7 @@ class Optimizer:
     kind: Literal["muon_adamw", "adamw"]
     weight_decay: float
     clip_norm: float
+    decay_groups: tuple[str, ...] = ("muon",)  # of `atomic_lib.model.accounting.GROUPS`
     adam_b1: float = 0.9
     adam_b2: float = 0.95
     adam_eps: float = 1e-8
@@ -152,6 +162,10 @@ class Optimizer:
         hidden = self.kind == "muon_adamw"
         muon = {name: p for name, p in params.items() if hidden and is_hidden_matrix(name)}
         return muon, {name: p for name, p in params.items() if name not in muon}
+
+    def decay_of(self, name: str) -> float:
+        """The weight decay of a parameter."""
+        return self.weight_decay if parameter_group(name) in self.decay_groups else 0.0
 
     def _adam(self) -> optax.GradientTransformation:
         return optax.scale_by_adam(b1=self.adam_b1, b2=self.adam_b2, eps=self.adam_eps)
@@ -198,7 +212,7 @@ class Optimizer:
     def _apply(self, params: Params, directions: Params, learning_rate: Array) -> Params:
         updated = {}
         for name, value in params.items():
-            decay = self.weight_decay if is_hidden_matrix(name) else 0.0
+            decay = self.decay_of(name)
             step = directions[name] + decay * value if decay else directions[name]
             updated[name] = (value - learning_rate * step).astype(value.dtype)
         return updated
@@ -206,20 +220,19 @@ class Optimizer:
 
 def describe_groups(params: Mapping[str, Any], optimizer: Optimizer) -> list[dict[str, Any]]:
     """Rows of a table: which update each group of parameters gets, its size and its decay."""
-    hidden = [name for name in params if is_hidden_matrix(name)]
-    other = [name for name in params if not is_hidden_matrix(name)]
-    hidden_update = "Muon" if optimizer.kind == "muon_adamw" else "AdamW"
-    rows = (
-        ("hidden matrices", hidden_update, hidden, optimizer.weight_decay),
-        ("embedding, vectors, queries", "AdamW", other, 0.0),
-    )
-    return [
-        {
-            "group": label,
-            "update": update,
-            "tensors": len(names),
-            "parameters": sum(math.prod(params[name].shape) for name in names),
-            "weight_decay": decay,
-        }
-        for label, update, names, decay in rows
-    ]
+    rows = []
+    for group, label in GROUP_LABELS.items():
+        names = [name for name in params if parameter_group(name) == group]
+        if names:
+            muon = group == "muon" and optimizer.kind == "muon_adamw"
+            rows.append(
+                {
+                    "group": group,
+                    "what": label,
+                    "update": "Muon" if muon else "AdamW",
+                    "tensors": len(names),
+                    "parameters": sum(math.prod(params[name].shape) for name in names),
+                    "weight_decay": optimizer.decay_of(names[0]),
+                }
+            )
+    return rows

@@ -31,6 +31,11 @@ FREE_TO_CHANGE = {
     "loss_chunks",
     "data_parallel",
     "fsdp",
+    "max_skipped_in_a_row",
+    "resume_from",
+    "replay",
+    "trackers",
+    "profile_steps",
 }
 HORIZONS = {"time": "budget_seconds", "steps": "max_steps", "tokens": "max_tokens"}
 
@@ -77,10 +82,10 @@ def model_forward(config: TrainConfig, platform: str | None = None) -> Forward:
     def forward(params: Params, tokens: Array, dropout_keys: Array | None):
         model = bind_parameters(graph, params)
         segments = None if separator is None else segment_ids_from_tokens(tokens, separator)
-        hidden, _ = model(
+        hidden, _, gates = model.observed(
             tokens, segment_ids=segments, dropout_keys=dropout_keys, dropout_rate=rate
         )
-        return hidden, model.output_embedding()
+        return hidden, model.output_embedding(), gates
 
     return forward
 
@@ -99,6 +104,7 @@ def build_program(config: TrainConfig, *, devices: Sequence[Any] | None = None) 
     optimizer = Optimizer(
         kind=config.optimizer,
         weight_decay=config.weight_decay,
+        decay_groups=config.decay_groups,
         clip_norm=config.clip_norm,
         adam_b1=config.adam_b1,
         adam_b2=config.adam_b2,

@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run writes down and says while it goes: rows, heartbeat, a line now and then."""
+"""What a training run writes down while it goes, and to whom it shows the rows."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from atomic_lib.config import TrainConfig
 from atomic_lib.evidence import RunFolder, effective_rows
+from atomic_lib.model.gate_statistics import GateStatistics
 from atomic_lib.train.budget import Budget
+from atomic_lib.train.heartbeat import Heartbeat, number
 from atomic_lib.train.speed import device_memory_bytes, model_flops_utilisation
+from atomic_lib.train.trackers import Trackers
 
 Row = dict[str, Any]
 OnProgress = Callable[[list[Row]], None]
 
-PRINT_SECONDS = 30.0  # a notebook keeps every line: 9 hours of these are a thousand
 CALLBACK_SECONDS = 5.0
 
 
 class Record:
     """The rows of one run, in metrics.jsonl and in memory (`rows`, superseded ones left out).
 
-    `clock` returns seconds; `on_progress` is called with `rows` every few seconds.
+    `clock` returns seconds; `on_progress` is called with `rows` every few seconds; `trackers` get
+    each row.
     """
 
     def __init__(
@@ -31,7 +35,8 @@ class Record:
         *,
         devices: list[jax.Device],
         clock: Callable[[], float],
-        max_steps: int | None,
+        heartbeat: Heartbeat,
+        trackers: Trackers,
         on_progress: OnProgress | None = None,
     ):
         self.run = run
@@ -39,10 +44,12 @@ class Record:
         self._config = config
         self._devices = devices
         self._clock = clock
-        self._max_steps = max_steps
+        self._heartbeat = heartbeat
+        self._trackers = trackers
         self._on_progress = on_progress
+        self._gates: GateStatistics | None = None  # of the last step
         self._flops_per_token = config.model_config.flops_per_token(config.sequence_length)
-        self._printed_at = self._called_at = float("-inf")
+        self._called_at = float("-inf")
 
     @property
     def evaluated_steps(self) -> set[int]:
@@ -77,6 +84,7 @@ class Record:
         """Writes the row of a finished step (a `loop.Dispatched` and its metrics on the host)."""
         tokens = self._config.tokens_per_step
         speed = tokens / step_seconds if step_seconds else None
+        self._gates = values["gates"]
         row = self._append(
             "train",
             step=done.step,
@@ -87,6 +95,8 @@ class Record:
             clipped=bool(values["clipped"]),
             finite=bool(values["finite"]),
             skipped=int(values["skipped"]),
+            clip_rate=int(values["clipped_steps"]) / done.step,
+            **_saturation(self._gates),
             elapsed_s=done.elapsed_seconds,
             elapsed_fraction=done.elapsed_fraction,
             tok_per_s=speed,
@@ -94,7 +104,8 @@ class Record:
             mfu=self._utilisation(speed),
             hbm=device_memory_bytes(self._devices[0]),
         )
-        self._tell(row, budget)
+        self._heartbeat.tell(row, budget)
+        self._call_back()
 
     def eval_row(self, step: int, values: Mapping[str, Any], *, elapsed_seconds: float) -> None:
         """Writes the row of an evaluation (`values` from `Validation.run`) and says it."""
@@ -105,11 +116,18 @@ class Record:
             **values,
             elapsed_s=elapsed_seconds,
         )
+        if self._gates is not None:
+            self.event(
+                "gates",
+                step=step,
+                mixers=self._config.model_config.gated_mixers,
+                **self._gates._asdict(),
+            )
         exact = row["bpb_exact"]
         print(
-            f"step {step:,}: validation loss {_number(row['ce'])}, bits per byte "
-            f"{_number(row['bpb_est'])} estimated"
-            + (f", {_number(exact)} exact" if exact is not None else ""),
+            f"step {step:,}: validation loss {number(row['ce'])}, bits per byte "
+            f"{number(row['bpb_est'])} estimated"
+            + (f", {number(exact)} exact" if exact is not None else ""),
             flush=True,
         )
         self._call_back(force=True)
@@ -129,7 +147,14 @@ class Record:
     def _append(self, kind: str, **fields: Any) -> Row:
         row = self.run.metrics.append(kind, **fields)
         self.rows.append(row)
+        self._trackers.log(row)
         return row
+
+    def note_tracker_failures(self) -> None:
+        """Records, once each, the trackers that have ended."""
+        for name, reason in self._trackers.failures():
+            self.event("tracker_failed", tracker=name, reason=reason)
+            print(f"tracker {name} has ended: {reason}; training goes on", flush=True)
 
     def _utilisation(self, tokens_per_second: float | None) -> float | None:
         if tokens_per_second is None:
@@ -141,31 +166,6 @@ class Record:
             device_kind=self._devices[0].device_kind,
         )
 
-    def _tell(self, row: Row, budget: Budget) -> None:
-        step, left = row["step"], budget.left()
-        parts = [f"step {step:,}", f"loss {_number(row['loss'])}"]
-        if self._max_steps is not None:
-            parts[0] += f" of {self._max_steps:,}"
-            left = min(left, (self._max_steps - step) * budget.step_seconds)
-        if row["tok_per_s"] is not None:
-            parts.append(f"{row['tok_per_s']:,.0f} tokens/s")
-        if row["mfu"] is not None:
-            parts.append(f"MFU {row['mfu']:.1%}")
-        if row["hbm"] is not None:
-            parts.append(f"{row['hbm'] / 2**30:.1f} GiB")
-        if row["tok_per_s"] is not None and left < float("inf"):
-            parts.append(f"{_duration(left)} left")
-        text = ", ".join(parts)
-        if self._max_steps is not None:
-            self.run.progress("training", step, self._max_steps, text)
-        else:
-            seconds = budget.elapsed()
-            self.run.progress("training", seconds, seconds + max(0.0, budget.left()), text)
-        if self._clock() - self._printed_at >= PRINT_SECONDS:
-            self._printed_at = self._clock()
-            print(text, flush=True)
-        self._call_back()
-
     def _call_back(self, *, force: bool = False) -> None:
         now = self._clock()
         if self._on_progress is not None and (force or now - self._called_at >= CALLBACK_SECONDS):
@@ -173,11 +173,10 @@ class Record:
             self._on_progress(self.rows)
 
 
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
+def _saturation(gates: GateStatistics | None) -> dict[str, float]:
+    """Shares over all mixers, each of which has as many gates, and the lowest decay of any."""
+    if gates is None:
+        return {}
+    *shares, decay_min = GateStatistics._fields
+    means = {name: float(np.mean(getattr(gates, name))) for name in shares}
+    return {**means, decay_min: float(np.min(gates.decay_min))}

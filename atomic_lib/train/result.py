@@ -14,7 +14,7 @@ CLEAR_IMPROVEMENT = 0.5
 class TrainResult:
     """How a run ended. Evaluations are the rows of metrics.jsonl."""
 
-    stop_reason: str  # "time", "max_steps" or "max_tokens"
+    stop_reason: str  # "time", "max_steps", "max_tokens", or "completed" for a replay
     step: int
     tokens: int
     elapsed_seconds: float  # over all sessions
@@ -25,6 +25,7 @@ class TrainResult:
     first_evaluation: dict[str, Any]
     last_evaluation: dict[str, Any]
     checkpoint: Path
+    replay: dict[str, Any] | None  # the content of replay.json
 
     def summary(self) -> dict[str, Any]:
         """The arguments of `RunFolder.succeed`: stop_reason and the results."""
@@ -39,6 +40,7 @@ class TrainResult:
             "skipped_steps": self.skipped_steps,
             "predicted_final_step": self.predicted_final_step,
             "host_fraction": self.host_fraction,
+            **({"replay": self.replay} if self.replay else {}),
         }
 
 

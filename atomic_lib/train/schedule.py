@@ -97,11 +97,16 @@ class RecordedSchedule:
             fractions={row["step"] - 1: row["elapsed_fraction"] for row in train_rows},
         )
 
+    @property
+    def last_step(self) -> int:
+        """The last step that the record has."""
+        return max(self.rates) + 1
+
     def _recorded(self, values: Mapping[int, float], step: int) -> float:
         if step not in values:
             raise ValueError(
                 f"the metrics to replay have no row for step {step + 1}; they end at step "
-                f"{max(self.rates) + 1}. Set max_steps to at most that."
+                f"{self.last_step}. Set max_steps to at most that."
             )
         return values[step]
 

@@ -1,31 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """`train`: begins or resumes a run, trains to its end, and says how it ended."""
 
-import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
+from typing import Any
 
 import jax
 
 from atomic_lib.config import TrainConfig
 from atomic_lib.data import TokenDataset
-from atomic_lib.evidence import RunFolder, effective_rows, read_rows
-from atomic_lib.evidence.verify import CHECKPOINTS, METRICS, sha256_file
+from atomic_lib.evidence import RunFolder
+from atomic_lib.evidence.verify import CHECKPOINTS, WATCH, sha256_file
 from atomic_lib.train.budget import Budget
 from atomic_lib.train.checkpoint import COMMIT, Checkpoint, CheckpointStore, state_bytes
+from atomic_lib.train.earlier import attached_checkpoints, import_history, locate
 from atomic_lib.train.evaluation import Validation
+from atomic_lib.train.heartbeat import Heartbeat
 from atomic_lib.train.interrupts import StopSignals
-from atomic_lib.train.loop import Loop, last_step
+from atomic_lib.train.loop import End, Loop
 from atomic_lib.train.optimizer import describe_groups
+from atomic_lib.train.profiling import ProfileWindow
 from atomic_lib.train.program import Program, build_program, resume_config
 from atomic_lib.train.record import OnProgress, Record
+from atomic_lib.train.replay import REPLAY, Replay
 from atomic_lib.train.result import TrainResult
-from atomic_lib.train.schedule import RecordedSchedule, schedule_from_config
-
-# A spike passes within a step or two; ten bad steps in a row are a run that has diverged.
-MAX_SKIPPED_IN_A_ROW = 10
+from atomic_lib.train.schedule import schedule_from_config
+from atomic_lib.train.trackers import Trackers
 
 
 def train(
@@ -35,102 +36,94 @@ def train(
     *,
     clock: Callable[[], float] = time.monotonic,
     started_at: float | None = None,
-    resume_from: Sequence[Path] = (),
-    replay: Path | None = None,
-    max_skipped_in_a_row: int = MAX_SKIPPED_IN_A_ROW,
     on_progress: OnProgress | None = None,
 ) -> TrainResult:
     """Trains `config` in the run folder `run` until its time, steps or tokens are used up.
 
-    Resumes from the newest valid checkpoint in the run folder or in `resume_from` (run folders of
-    earlier sessions, or folders that hold them; only read). `clock` returns seconds and
-    `started_at` is its value when the session's first cell ran (now, if None). `replay` is a
-    metrics.jsonl whose learning rates are used again. `on_progress` gets the rows so far every few
-    seconds. Training starts with an evaluation of step 0 and ends with one of the last step.
+    Resumes from the newest valid checkpoint in the run folder, in `config.resume_from` or in what
+    a Kaggle session has attached; those are only read. `clock` returns seconds and `started_at` is
+    its value when the session's first cell ran (now, if None). `on_progress` gets the rows so far
+    every few seconds. Training starts with an evaluation of step 0 and ends with one of the last
+    step. With `config.replay` the recorded learning rates are used again to the record's end,
+    however long that takes, and replay.json says whether everything else came out the same.
 
     Raises ConfigMismatchError for a checkpoint of another configuration, TrainingInterrupted after
-    SIGTERM or SIGINT, NonFiniteError after `max_skipped_in_a_row` bad steps; FAILED.json is written
-    for each.
+    SIGTERM or SIGINT, NonFiniteError after `config.max_skipped_in_a_row` bad steps; FAILED.json is
+    written for each.
     """
     started_at = clock() if started_at is None else started_at
     with run.recording(), StopSignals() as signals:
         run.progress("preparing", 0, 0, "building the model")
+        replay = Replay.of(locate(run, "replay", config.replay)) if config.replay else None
+        schedule = replay.schedule if replay else schedule_from_config(config)
+        end = End.of(config, schedule)
         program = build_program(config)
         store = CheckpointStore(
             folder=run.path / CHECKPOINTS,
             config=resume_config(config, dataset.manifest),
             keep=config.keep_checkpoints,
-            others=_checkpoint_folders(run.run_id, resume_from),
+            others=attached_checkpoints(run, config.resume_from),
         )
         checkpoint = store.newest_valid()
-        record = _begin_record(run, config, program, store, checkpoint, clock, on_progress)
-        schedule = (
-            schedule_from_config(config)
-            if replay is None
-            else RecordedSchedule.from_rows(effective_rows(read_rows(replay)))
+        trackers = Trackers(config.trackers, run=run.path, config=asdict(config))
+        record = Record(
+            run,
+            config,
+            devices=list(program.placement.mesh.devices.flat),
+            clock=clock,
+            heartbeat=Heartbeat(run, target=end.step if end else None, clock=clock),
+            trackers=trackers,
+            on_progress=on_progress,
         )
+        _begin_record(record, config, program, store, checkpoint)
+        budget = _budget(config, program, checkpoint, clock, started_at)
         loop = Loop(
             config=config,
             dataset=dataset,
             program=program,
             validation=Validation.of(config, dataset, program.placement, program.evaluate),
             schedule=schedule,
+            end=end,
             store=store,
-            budget=_budget(config, program, checkpoint, clock, started_at),
+            budget=budget,
             record=record,
             state=checkpoint.restore(program.abstract_state) if checkpoint else program.start(),
             step=checkpoint.step if checkpoint else 0,
             saved=checkpoint if checkpoint and checkpoint.path.is_relative_to(run.path) else None,
-            max_skipped_in_a_row=max_skipped_in_a_row,
             signals=signals,
+            profile=ProfileWindow(config.profile_steps, run.path / WATCH / "profile"),
         )
-        return _result(loop, loop.run(), resumed=checkpoint)
+        try:
+            stop_reason = loop.run()
+        finally:
+            trackers.close()
+        record.note_tracker_failures()
+        return _result(loop, stop_reason, resumed=checkpoint, audit=_audit(record, replay))
 
 
-def _checkpoint_folders(run_id: str, places: Sequence[Path]) -> list[Path]:
-    """The checkpoint folders of run `run_id` in or below `places`.
-
-    Raises FileNotFoundError for a place that has none.
-    """
-    found = []
-    for place in places:
-        folders = [
-            folder
-            for folder in (
-                Path(place) / CHECKPOINTS,
-                Path(place) / run_id / CHECKPOINTS,
-                Path(place) / "outputs" / run_id / CHECKPOINTS,
-            )
-            if folder.is_dir()
-        ]
-        if not folders:
-            raise FileNotFoundError(
-                f"resume_from: {place} holds no {CHECKPOINTS}/ and no {run_id}/{CHECKPOINTS}/"
-            )
-        found += folders
-    return found
+def _audit(record: Record, replay: Replay | None) -> dict[str, Any] | None:
+    """Compares a replay with what it repeats and writes replay.json."""
+    if replay is None:
+        return None
+    audit = replay.compare(record.rows)
+    record.run.write_json(REPLAY, audit)
+    record.event("replayed", **{name: audit[name] for name in ("source", "rows", "bit_exact")})
+    verdict = "bit for bit" if audit["bit_exact"] else f"with {audit['differences']} differences"
+    print(f"replayed {audit['rows']:,} rows of {audit['source'] or replay.source} {verdict}")
+    return audit
 
 
 def _begin_record(
-    run: RunFolder,
+    record: Record,
     config: TrainConfig,
     program: Program,
     store: CheckpointStore,
     checkpoint: Checkpoint | None,
-    clock: Callable[[], float],
-    on_progress: OnProgress | None,
-) -> Record:
+) -> None:
     """Opens metrics.jsonl and writes where this session begins, and the files beside it."""
+    run = record.run
     if checkpoint is not None and not checkpoint.path.is_relative_to(run.path):
-        _import_history(run, checkpoint)
-    record = Record(
-        run,
-        config,
-        devices=list(program.placement.mesh.devices.flat),
-        clock=clock,
-        max_steps=last_step(config),
-        on_progress=on_progress,
-    )
+        import_history(run, checkpoint)
     groups = describe_groups(program.abstract_state.params, program.optimizer)
     model = config.model_config
     record.begin(
@@ -139,6 +132,12 @@ def _begin_record(
         devices=program.placement.devices,
         optimizer_groups=groups,
     )
+    for group in groups:
+        print(
+            f"{group['update']} with weight decay {group['weight_decay']:g}: {group['what']}, "
+            f"{group['tensors']:,} tensors, {group['parameters']:,} parameters",
+            flush=True,
+        )
     run.write_json("config.json", {"model": model.to_dict(), "parameters": model.parameter_counts})
     run.write_json("training_args.json", {**asdict(config), "optimizer_groups": groups})
     for path, problem in sorted(store.rejected.items()):
@@ -162,19 +161,6 @@ def _begin_record(
     elif any(row["kind"] in ("train", "eval") for row in record.rows):
         record.event("resume", step=0, elapsed_s=0.0, checkpoint=None)
         print("no valid checkpoint: training begins again at step 0", flush=True)
-    return record
-
-
-def _import_history(run: RunFolder, checkpoint: Checkpoint) -> None:
-    """Copies the metrics of the session that wrote `checkpoint`, if this run has none and it is
-    the same run, so that its record is whole."""
-    theirs = checkpoint.path.parent.parent / METRICS
-    ours = run.path / METRICS
-    if ours.exists() or not theirs.is_file():
-        return
-    header = next(iter(read_rows(theirs)), {})
-    if header.get("run_id") == run.run_id:
-        shutil.copyfile(theirs, ours)
 
 
 def _budget(
@@ -187,7 +173,10 @@ def _budget(
     budget = Budget(
         clock=clock,
         started_at=started_at,
-        budget_seconds=config.budget_seconds,
+        # A replay has its own end, and this machine may be slower than the recorded one.
+        budget_seconds=None if config.replay else config.budget_seconds,
+        eval_every=config.eval_every,
+        checkpoint_every_seconds=config.checkpoint_seconds,
         earlier_seconds=checkpoint.facts["elapsed_seconds"] if checkpoint else 0.0,
         counts_earlier=config.schedule_unit == "time",
     )
@@ -195,7 +184,13 @@ def _budget(
     return budget
 
 
-def _result(loop: Loop, stop_reason: str, *, resumed: Checkpoint | None) -> TrainResult:
+def _result(
+    loop: Loop,
+    stop_reason: str,
+    *,
+    resumed: Checkpoint | None,
+    audit: dict[str, Any] | None,
+) -> TrainResult:
     evaluations = loop.record.evaluations()
     assert loop.saved is not None
     return TrainResult(
@@ -210,4 +205,5 @@ def _result(loop: Loop, stop_reason: str, *, resumed: Checkpoint | None) -> Trai
         first_evaluation=evaluations[0],
         last_evaluation=evaluations[-1],
         checkpoint=loop.saved.path,
+        replay=audit,
     )

@@ -17,6 +17,7 @@ With a document separator the loss is the mean over the targets inside documents
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +26,20 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from atomic_lib.data.segments import targets_inside_documents
+from atomic_lib.model.gate_statistics import GateStatistics, merge_statistics
 from atomic_lib.train.loss import cross_entropy, token_losses
 from atomic_lib.train.optimizer import Optimizer, OptimizerState, Params, is_hidden_matrix
 from atomic_lib.train.sharding import BATCH_AXES, Placement
 
-# (parameters, tokens [B, T], dropout keys [B] or None) -> hidden states [B, T, D], embedding [V, D]
-Forward = Callable[[Params, Array, Array | None], tuple[Array, Array]]
-Metrics = dict[str, Array]
+# (parameters, tokens [B, T], dropout keys [B] or None) -> hidden states [B, T, D], embedding
+# [V, D], statistics of the gates, one entry a GDN-2 mixer (None for a model without)
+Forward = Callable[[Params, Array, Array | None], tuple[Array, Array, GateStatistics | None]]
+Metrics = dict[str, Any]
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "optimizer", "skipped", "skipped_in_a_row"],
+    data_fields=["step", "params", "optimizer", "skipped", "skipped_in_a_row", "clipped"],
     meta_fields=[],
 )
 @dataclass(frozen=True, kw_only=True)
@@ -48,18 +51,20 @@ class TrainState:
     optimizer: OptimizerState
     skipped: Array  # int32, steps whose loss or gradient was not finite
     skipped_in_a_row: Array  # int32
+    clipped: Array  # int32, steps that counted and whose gradient was above the clip
 
 
 def initial_state(params: Params, optimizer: Optimizer) -> TrainState:
     """The state before the first step."""
-    # Three zeros, not one: the step donates its state, and a buffer can be donated once.
-    step, skipped, skipped_in_a_row = (jnp.zeros((), jnp.int32) for _ in range(3))
+    # A zero each, not one for all: the step donates its state, and a buffer can be donated once.
+    step, skipped, skipped_in_a_row, clipped = (jnp.zeros((), jnp.int32) for _ in range(4))
     return TrainState(
         step=step,
         params=params,
         optimizer=optimizer.init(params),
         skipped=skipped,
         skipped_in_a_row=skipped_in_a_row,
+        clipped=clipped,
     )
 
 
@@ -86,8 +91,9 @@ class TrainStep:
     def compiled(self) -> Callable[[TrainState, Array, Array], tuple[TrainState, Metrics]]:
         """The jitted step; it consumes (donates) the state that it is given.
 
-        Metrics are scalars: loss (nats a token), grad_norm (before clipping), finite, clipped,
-        skipped, skipped_in_a_row.
+        Metrics are scalars: loss (nats a token), grad_norm (before clipping), finite, clipped
+        (this step), clipped_steps, skipped, skipped_in_a_row; and "gates", a `GateStatistics` of
+        vectors [GDN-2 mixers] over the whole batch, or None.
         """
         return jax.jit(
             self._step, donate_argnums=0, compiler_options=self.placement.compiler_options
@@ -96,7 +102,7 @@ class TrainStep:
     def _step(
         self, state: TrainState, tokens: Array, learning_rate: Array
     ) -> tuple[TrainState, Metrics]:
-        loss, gradients = self.loss_and_gradients(state.params, tokens, state.step)
+        loss, gradients, gates = self.loss_and_gradients(state.params, tokens, state.step)
         with jax.named_scope("optimizer"):
             norm = optax.tree.norm(gradients)
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -106,27 +112,32 @@ class TrainStep:
             params = _choose(finite, params, state.params)
             optimizer = _choose(finite, optimizer, state.optimizer)
         skip = (~finite).astype(jnp.int32)
+        clipped = finite & (norm > self.optimizer.clip_norm)
         new_state = TrainState(
             step=state.step + 1,
             params=params,
             optimizer=optimizer,
             skipped=state.skipped + skip,
             skipped_in_a_row=(state.skipped_in_a_row + skip) * skip,
+            clipped=state.clipped + clipped.astype(jnp.int32),
         )
         metrics = {
             "loss": loss,
             "grad_norm": norm,
             "finite": finite,
-            "clipped": norm > self.optimizer.clip_norm,
+            "clipped": clipped,
+            "clipped_steps": new_state.clipped,
             "skipped": new_state.skipped,
             "skipped_in_a_row": new_state.skipped_in_a_row,
+            "gates": gates,
         }
         return new_state, metrics
 
     def loss_and_gradients(
         self, params: Params, tokens: Array, step: Array
-    ) -> tuple[Array, Params]:
-        """Mean loss over the batch tokens [B, T + 1], and its gradient for every parameter."""
+    ) -> tuple[Array, Params, GateStatistics | None]:
+        """Mean loss over the batch tokens [B, T + 1], its gradient for every parameter, and the
+        statistics of the gates."""
         shapes = {name: value.shape for name, value in params.items()}
         specs = {name: self.placement.spec(shape) for name, shape in shapes.items()}
         per_device = partial(self._device_loss_and_gradients, shapes=shapes)
@@ -134,7 +145,7 @@ class TrainStep:
             per_device,
             mesh=self.placement.mesh,
             in_specs=(specs, PartitionSpec(BATCH_AXES), PartitionSpec()),
-            out_specs=(PartitionSpec(), specs),
+            out_specs=(PartitionSpec(), specs, PartitionSpec()),
             check_vma=False,  # the sums over devices are written out below
         )(params, tokens, step)
 
@@ -154,29 +165,41 @@ class TrainStep:
 
         def loss_of(shards, tokens, keys, weights):
             params = self.placement.gather(shards, shapes)
-            hidden, embedding = self.forward(params, tokens[:, :-1], keys)
+            hidden, embedding, gates = self.forward(params, tokens[:, :-1], keys)
             with jax.named_scope("loss"):
                 loss = cross_entropy(
                     hidden, embedding, tokens[:, 1:], weights=weights, chunks=self.loss_chunks
                 )
-            return loss * share
+            return loss * share, gates
 
-        value_and_grad = jax.value_and_grad(loss_of)
+        value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
         if slices == 1:
-            loss, gradients = value_and_grad(narrow(shards), tokens, keys, weights)
+            (loss, gates), gradients = value_and_grad(narrow(shards), tokens, keys, weights)
         else:
             cut = lambda x: x.reshape(slices, x.shape[0] // slices, *x.shape[1:])  # noqa: E731
             zero = jax.tree.map(jnp.zeros_like, shards)
             add = lambda total, part: jax.tree.map(jnp.add, total, part)  # noqa: E731
             used = narrow(shards)
-            (loss, gradients), _ = jax.lax.scan(
-                lambda total, part: (add(total, value_and_grad(used, *part)), None),
+
+            def add_slice(total, part):
+                (loss, gates), gradients = value_and_grad(used, *part)
+                return add(total, (loss, gradients)), gates
+
+            (loss, gradients), gates = jax.lax.scan(
+                add_slice,
                 (jnp.zeros((), jnp.float32), zero),
                 jax.tree.map(cut, (tokens, keys, weights)),
             )
+            gates = None if gates is None else merge_statistics(gates)
         loss = jax.lax.psum(loss, BATCH_AXES)
-        sums = self.placement.sum_gradients(narrow(gradients), shapes)
-        return loss, {name: sums[name].astype(shards[name].dtype) for name in sums}
+        if gates is not None:
+            # One collective of [5, devices, mixers] instead of five.
+            gathered = jax.lax.all_gather(jnp.stack(gates), BATCH_AXES, axis=1)
+            gates = merge_statistics(GateStatistics(*gathered))
+        if self.placement.devices > 1:  # what travels is narrow; on one device nothing does
+            gradients = narrow(gradients)
+        sums = self.placement.sum_gradients(gradients, shapes)
+        return loss, {name: sums[name].astype(shards[name].dtype) for name in sums}, gates
 
     def _dropout_keys(self, step: Array, local_batch: int) -> Array | None:
         """One key a sequence of this device, [local_batch], by its place in the global batch."""
@@ -216,7 +239,7 @@ def make_eval_step(
 
     def per_device(shards, tokens, token_bytes, counted_rows, *, shapes):
         params = placement.gather(shards, shapes)
-        hidden, embedding = forward(params, tokens[:, :-1], None)
+        hidden, embedding, _ = forward(params, tokens[:, :-1], None)
         targets = tokens[:, 1:]
         with jax.named_scope("loss"):
             chunks = targets.shape[1] // chunk_tokens

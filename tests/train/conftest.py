@@ -13,7 +13,7 @@ import tiny
 from atomic_lib.config import TrainConfig
 from atomic_lib.data import open_token_folder
 from atomic_lib.evidence import RunFolder, effective_rows, read_rows
-from atomic_lib.train import program, train
+from atomic_lib.train import checkpoint, program, session, train
 
 SETTINGS = {
     "run": "tiny",
@@ -30,8 +30,15 @@ SETTINGS = {
     "checkpoint_seconds": 1e9,
     "budget_seconds": None,
     "dropout_rate": 0.25,
+    "trackers": (),
 }
 EVERY_STEP = {"checkpoint_seconds": 1e-9}
+# What a program is made of: runs that agree in these share one, and do not compile again.
+COMPILED_IN = (
+    "preset", "optimizer", "weight_decay", "decay_groups", "clip_norm", "adam_b1", "adam_b2",
+    "compute_dtype", "accumulate_steps", "loss_chunks", "dropout_rate", "dropout_seed",
+    "data_parallel", "fsdp", "batch_size", "sequence_length", "init_seed",
+)  # fmt: skip
 REPEATED = ("step", "tokens", "loss", "lr", "grad_norm", "finite", "elapsed_fraction", "ce")
 
 
@@ -80,6 +87,17 @@ def numbers(run_path: Path) -> list[dict]:
     return [{name: row[name] for name in REPEATED if name in row} for row in kept]
 
 
+def last_state(run_path: Path, config: TrainConfig, dataset) -> dict[str, tuple]:
+    """Every array of the newest checkpoint by its path: dtype, shape and bytes."""
+    settings = program.resume_config(config, dataset.manifest)
+    store = checkpoint.CheckpointStore(folder=run_path / "checkpoints", config=settings)
+    state = store.newest_valid().restore(session.build_program(config).abstract_state)
+    return {
+        jax.tree_util.keystr(path): (str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes())
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
 class PulledPlug(BaseException):
     """Stands for a process that ends between two instructions."""
 
@@ -102,7 +120,16 @@ class Faulty:
 @pytest.fixture(scope="module")
 def tiny_model():
     """Puts the model of `tiny` in the place of the language model, for one test file."""
+    programs = {}
+
+    def build_once(config):
+        key = (program.model_forward, *(getattr(config, name) for name in COMPILED_IN))
+        if key not in programs:
+            programs[key] = program.build_program(config)
+        return programs[key]
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "build_program", build_once)
         patch.setattr(program, "model_forward", lambda *arguments: tiny.tiny_forward)
         patch.setattr(program, "init_parameters", lambda config, seed: tiny.tiny_params(int(seed)))
         yield

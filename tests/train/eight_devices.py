@@ -49,12 +49,14 @@ def run(data: int, fsdp: int, accumulate: int) -> dict:
     )
     state = initial_state(tiny_params(), optimizer)
     state = jax.device_put(state, placement.of(state))
+    gates = []
     shards = {n: str(p.sharding.spec) for n, p in state.params.items()}
     step, losses, gradients = program.compiled(), [], {}
     for number in range(3):
         tokens = placement.place_batch(documents(number))
         state, metrics = step(state, tokens, jnp.float32(1e-2))
         losses.append(float(metrics["loss"]))
+        gates.append([np.asarray(part).tolist() for part in metrics["gates"]])
         if number == 0:  # the first moments now are the clipped gradient times 0.05 or 0.1
             moments = state.optimizer["muon"]["momentum"] | state.optimizer["adam"]["mu"]
             gradients = {name: np.asarray(value).tolist() for name, value in moments.items()}
@@ -64,6 +66,7 @@ def run(data: int, fsdp: int, accumulate: int) -> dict:
     )
     return {
         "losses": losses,
+        "gates": gates,
         "gradients": gradients,
         "params": {name: np.asarray(value).tolist() for name, value in state.params.items()},
         "shards": shards,

@@ -22,12 +22,13 @@ class Clock:
 
 def make(budget_seconds=1024.0, **changes):
     clock = Clock()
-    budget = Budget(clock=clock, started_at=1000.0, budget_seconds=budget_seconds, **changes)
+    settings = {"eval_every": 10, "checkpoint_every_seconds": 60.0, **changes}
+    budget = Budget(clock=clock, started_at=1000.0, budget_seconds=budget_seconds, **settings)
     budget.evaluation_seconds, budget.checkpoint_seconds = EVALUATION, SAVE
     return clock, budget
 
 
-def play(clock, budget, *, eval_every, save_every, predict_at=20):
+def play(clock, budget, *, predict_at=20):
     """Plays a run; returns its last step, its end on the clock and what was predicted."""
     step, saved_at, predicted = 0, clock.now, None
     while not budget.is_used_up():
@@ -35,15 +36,10 @@ def play(clock, budget, *, eval_every, save_every, predict_at=20):
         step += 1
         budget.record_step(STEP)
         if step == predict_at:
-            predicted = budget.predict_final_step(
-                step=step,
-                max_steps=None,
-                eval_every=eval_every,
-                checkpoint_every_seconds=save_every,
-            )
-        if step % eval_every == 0:
+            predicted = budget.predict_final_step(step=step, max_steps=None)
+        if step % budget.eval_every == 0:
             clock.now += EVALUATION
-        if clock.now - saved_at >= save_every:
+        if clock.now - saved_at >= budget.checkpoint_every_seconds:
             clock.now += SAVE
             saved_at = clock.now
     return step, clock.now + EVALUATION + SAVE + FINISHING_SECONDS, predicted
@@ -51,8 +47,8 @@ def play(clock, budget, *, eval_every, save_every, predict_at=20):
 
 @pytest.mark.parametrize("eval_every", [50, 10_000])
 def test_the_run_ends_inside_its_budget_and_uses_it(eval_every):
-    clock, budget = make()
-    step, end, predicted = play(clock, budget, eval_every=eval_every, save_every=128.0)
+    clock, budget = make(eval_every=eval_every, checkpoint_every_seconds=128.0)
+    step, end, predicted = play(clock, budget)
     margin = 0.5 * (EVALUATION + SAVE + FINISHING_SECONDS)
     assert 1024.0 - margin - EVALUATION - SAVE - STEP <= end - 1000.0 <= 1024.0
     # One evaluation or checkpoint more or less is the most that a prediction can miss by.
@@ -78,10 +74,9 @@ def test_earlier_sessions_count_for_a_schedule_in_time_only():
 def test_without_a_budget_only_the_steps_limit_a_run():
     _, budget = make(budget_seconds=None)
     budget.record_step(STEP)
-    limits = {"eval_every": 10, "checkpoint_every_seconds": 60.0}
     assert not budget.is_used_up()
-    assert budget.predict_final_step(step=5, max_steps=80, **limits) == 80
-    assert budget.predict_final_step(step=5, max_steps=None, **limits) is None
+    assert budget.predict_final_step(step=5, max_steps=80) == 80
+    assert budget.predict_final_step(step=5, max_steps=None) is None
 
 
 def test_a_checkpoint_is_expected_from_its_size_until_one_is_written():

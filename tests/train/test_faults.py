@@ -182,9 +182,9 @@ class Poisoned:
 @pytest.fixture
 def poisonable(tiny_model, monkeypatch):
     def forward(params, tokens, keys):
-        hidden, embedding = tiny.tiny_forward(params, tokens, keys)
+        hidden, embedding, gates = tiny.tiny_forward(params, tokens, keys)
         bad = tokens[:, :1, None] == Poisoned.POISON
-        return jnp.where(bad, jnp.nan, hidden), embedding
+        return jnp.where(bad, jnp.nan, hidden), embedding, gates
 
     monkeypatch.setattr(program, "model_forward", lambda *arguments: forward)
 
@@ -226,10 +226,10 @@ def stored_bytes(path):
 
 @pytest.mark.usefixtures("poisonable")
 def test_too_many_non_finite_steps_in_a_row_fail_the_run(tmp_path, dataset):
-    config = make_config(**EVERY_STEP)
+    config = make_config(max_skipped_in_a_row=3, **EVERY_STEP)
     run = open_run(tmp_path / "run", config)
     with pytest.raises(NonFiniteError, match="3 steps in a row, the last one 8"):
-        train(run, config, Poisoned(dataset, {3, 5, 6, 7}), max_skipped_in_a_row=3)
+        train(run, config, Poisoned(dataset, {3, 5, 6, 7}))
     assert "NonFiniteError" in verify(run.path)[0]
     assert (run.path / "checkpoints" / "step_00000007" / "commit.json").is_file()
 

@@ -108,16 +108,30 @@ def test_four_steps_match_the_equations_in_float64(kind):
         assert step._cache_size() == 1, "another learning rate must not compile again"
 
 
-def test_zero_gradient_leaves_undecayed_parameters_alone():
+# What decays, by the groups that are asked for: by default no vector, no query, no tap, no table.
+DECAYED = {
+    ("muon",): HIDDEN,
+    (): set(),
+    ("muon", "embedding"): HIDDEN | {"embedding/table"},
+    ("vectors", "adamw_matrices"): set(SHAPES) - HIDDEN - {"embedding/table"},
+}
+
+
+def test_a_zero_gradient_moves_only_what_decays():
     params = {name: jnp.asarray(value) for name, value in arrays(0).items()}
     gradients = {name: jnp.zeros_like(value) for name, value in params.items()}
-    optimizer = Optimizer(kind="muon_adamw", **CONFIG)
-    zero = jnp.zeros(())
-    updated, _ = optimizer.update(
-        params, gradients, optimizer.init(params), jnp.asarray(1.0), gradient_norm=zero
-    )
+    for groups, decayed in DECAYED.items():
+        optimizer = Optimizer(kind="adamw", decay_groups=groups, **CONFIG)
+        state = optimizer.init(params)
+        updated, _ = jax.jit(optimizer.update)(
+            params, gradients, state, jnp.asarray(1.0), gradient_norm=jnp.zeros(())
+        )
+        assert_decayed(params, updated, decayed)
+
+
+def assert_decayed(params, updated, decayed):
     for name, value in params.items():
-        kept = 0.9 if name in HIDDEN else 1.0
+        kept = 0.9 if name in decayed else 1.0
         np.testing.assert_allclose(updated[name], kept * value, rtol=1e-6, err_msg=name)
 
 
@@ -134,10 +148,13 @@ def test_groups_of_the_published_models(preset, hidden, other):
         for name, shape in get_preset(preset).parameter_shapes.items()
     }
     rows = describe_groups(shapes, Optimizer(kind="muon_adamw", **CONFIG))
-    assert [(row["update"], row["parameters"], row["weight_decay"]) for row in rows] == [
-        ("Muon", hidden, 0.1),
-        ("AdamW", other, 0.0),
+    assert [(row["group"], row["update"], row["weight_decay"]) for row in rows] == [
+        ("muon", "Muon", 0.1),
+        ("embedding", "AdamW", 0.0),
+        ("vectors", "AdamW", 0.0),
     ]
+    assert rows[0]["parameters"] == hidden
+    assert sum(row["parameters"] for row in rows[1:]) == other
     assert not is_hidden_matrix("embedding/table")
 
 

@@ -59,6 +59,7 @@ def test_mesh_gives_the_single_device_result(runs, mesh):
     found, wanted = runs[mesh], runs["1x1"]
     for name, gradient in wanted["gradients"].items():
         assert_close(f"gradient {name}", found["gradients"][name], gradient, GRADIENT_LIMIT)
+    assert_close("gates", found["gates"], wanted["gates"], GRADIENT_LIMIT)
     assert_close("losses", found["losses"], wanted["losses"], PARAMETER_LIMIT)
     for name, value in wanted["params"].items():
         assert_close(f"parameter {name}", found["params"][name], value, PARAMETER_LIMIT)

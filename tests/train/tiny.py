@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from atomic_lib.model.gate_statistics import GateStatistics
+
 VOCABULARY, WIDTH = 48, 16
 BATCH, LENGTH = 16, 12
 DROPOUT = 0.25
@@ -33,12 +35,28 @@ def tiny_tokens(seed=0, batch=BATCH):
     return rng.integers(0, VOCABULARY, size=(batch, LENGTH + 1)).astype(np.int32)
 
 
+def tiny_gates(tokens):
+    """What stands for the gates of two mixers: shares of tokens [B, T], and their largest id."""
+
+    def share(condition):
+        return jnp.stack([jnp.mean(condition, dtype=jnp.float32), jnp.float32(0.5)])
+
+    largest = tokens.max().astype(jnp.float32)
+    return GateStatistics(
+        erase_low=share(tokens < 5),
+        erase_high=share(tokens > 40),
+        write_low=share(tokens < 10),
+        write_high=share(tokens > 30),
+        decay_min=jnp.stack([jnp.float32(-1.0), -largest]),
+    )
+
+
 def tiny_forward(params, tokens, dropout_keys):
-    """Hidden states [B, T, D] and the output embedding; drops hidden units row by row."""
+    """Hidden states [B, T, D], the output embedding, gates; drops hidden units row by row."""
     x = params["embedding/table"][tokens]
     y = jnp.tanh(x @ params["block_0/ffn/up/kernel"])
     if dropout_keys is not None:
         draw = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - DROPOUT, y.shape[1:]))
         y = jnp.where(draw(dropout_keys), y / (1 - DROPOUT), 0.0)
     hidden = (x + y @ params["block_0/ffn/down/kernel"]) * params["final_norm/scale"]
-    return hidden, params["embedding/table"]
+    return hidden, params["embedding/table"], tiny_gates(tokens)

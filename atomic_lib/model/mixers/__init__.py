@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The token mixers, one a file.
 
-Each has `__init__(config, execution)`, `__call__(x, context, state) -> (y, state)` and
+Each has `__init__(config, execution)`, `__call__(x, context, state) -> (y, state, statistics)` and
 `initial_state(batch_size, max_length)`. x and y are [B, T, D]; where `state` is None the mixer
-starts a new row and returns None.
+starts a new row and returns None. `statistics` are those of its gates (`GateStatistics`), or None
+if it has none.
 """
 
 from functools import partial

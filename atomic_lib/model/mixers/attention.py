@@ -56,7 +56,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x: Array, context: TokenContext, state: AttentionCache | None
-    ) -> tuple[Array, AttentionCache | None]:
+    ) -> tuple[Array, AttentionCache | None, None]:
         """x [B, T, D] -> (y [B, T, D], new cache)."""
         # [B, T, H, K] each
         q, k, v = (split_heads(project(x), self.heads) for project in (self.q, self.k, self.v))
@@ -82,4 +82,4 @@ class Attention(nnx.Module):
         o = o.reshape(*x.shape[:2], -1)
         if self.gated:
             o = o * jax.nn.sigmoid(self.gate(x))
-        return self.o(o), state
+        return self.o(o), state, None

@@ -12,6 +12,7 @@ from flax import nnx
 from atomic_lib.model.config import ModelConfig
 from atomic_lib.model.context import TokenContext
 from atomic_lib.model.execution import Execution
+from atomic_lib.model.gate_statistics import GateStatistics, gate_statistics
 from atomic_lib.model.layers import Dense, rms_normalise
 
 Array = jax.Array
@@ -118,13 +119,14 @@ class GDN2(nnx.Module):
 
     def __call__(
         self, x: Array, context: TokenContext, state: GDN2State | None
-    ) -> tuple[Array, GDN2State | None]:
-        """x [B, T, D] -> (y [B, T, D], new state)."""
+    ) -> tuple[Array, GDN2State | None, GateStatistics]:
+        """x [B, T, D] -> (y [B, T, D], new state, statistics of the gates)."""
         # [B, T, H, K] each
         q, k, v, w, b, g = (
             split_heads(project(x), self.heads)
             for project in (self.q, self.k, self.v, self.w, self.b, self.g)
         )
+        statistics = gate_statistics(g, b, w)
         w, b, g = (close_on_padding(gate, context.valid) for gate in (w, b, g))
         o, memory = run_recurrence(
             q, k, v, g, b, w,
@@ -135,4 +137,4 @@ class GDN2(nnx.Module):
         if self.has_out_norm:
             o = self.out_norm(o)
         y = self.o(o.reshape(*x.shape[:2], -1))
-        return y, None if state is None else GDN2State(memory)
+        return y, None if state is None else GDN2State(memory), statistics

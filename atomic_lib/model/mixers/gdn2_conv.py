@@ -10,6 +10,7 @@ from flax import nnx
 from atomic_lib.model.config import ModelConfig
 from atomic_lib.model.context import TokenContext
 from atomic_lib.model.execution import Execution
+from atomic_lib.model.gate_statistics import GateStatistics, gate_statistics
 from atomic_lib.model.layers import Dense, RMSNorm
 from atomic_lib.model.mixers.gdn2 import (
     close_on_padding,
@@ -76,8 +77,8 @@ class GDN2Conv(nnx.Module):
 
     def __call__(
         self, x: Array, context: TokenContext, state: GDN2ConvState | None
-    ) -> tuple[Array, GDN2ConvState | None]:
-        """x [B, T, D] -> (y [B, T, D], new state)."""
+    ) -> tuple[Array, GDN2ConvState | None, GateStatistics]:
+        """x [B, T, D] -> (y [B, T, D], new state, statistics of the gates)."""
         tails = (None, None, None) if state is None else state[1:]
         # [B, T, H K] each
         q, q_tail = self.q_conv(self.q(x), tails[0], context)
@@ -86,11 +87,14 @@ class GDN2Conv(nnx.Module):
         q, k, v = (split_heads(part, self.heads) for part in (q, k, v))
         gates = (self.decay_up(self.decay_down(x)), self.b(x), self.w(x))
         # [B, T, H, K] each
-        g, b, w = (close_on_padding(split_heads(gate, self.heads), context.valid) for gate in gates)
+        g, b, w = (split_heads(gate, self.heads) for gate in gates)
+        A_log, dt_bias = self.A_log[...], self.dt_bias[...].reshape(self.heads, self.head_dim)
+        statistics = gate_statistics(g, b, w, A_log=A_log, dt_bias=dt_bias)
+        g, b, w = (close_on_padding(gate, context.valid) for gate in (g, b, w))
         o, memory = run_recurrence(
             q, k, v, g, b, w,
-            A_log=self.A_log[...],
-            dt_bias=self.dt_bias[...].reshape(self.heads, self.head_dim),
+            A_log=A_log,
+            dt_bias=dt_bias,
             initial_state=None if state is None else state.memory,
             segment_ids=context.segment_ids,
             backend=decoding_backend(self.backend, x.shape[1]),
@@ -98,4 +102,5 @@ class GDN2Conv(nnx.Module):
         gate = split_heads(self.gate_up(self.gate_down(x)), self.heads)
         gated = self.out_norm(o) * jax.nn.sigmoid(gate)
         y = self.o(gated.reshape(*x.shape[:2], -1))
-        return y, None if state is None else GDN2ConvState(memory, q_tail, k_tail, v_tail)
+        new_state = None if state is None else GDN2ConvState(memory, q_tail, k_tail, v_tail)
+        return y, new_state, statistics

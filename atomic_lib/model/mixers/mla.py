@@ -92,7 +92,7 @@ class MLA(nnx.Module):
 
     def __call__(
         self, x: Array, context: TokenContext, state: LatentCache | None
-    ) -> tuple[Array, LatentCache | None]:
+    ) -> tuple[Array, LatentCache | None, None]:
         """x [B, T, D] -> (y [B, T, D], new cache)."""
         content, rotary = self._queries(x, context)
         entries = self._entries(x, context)
@@ -122,4 +122,4 @@ class MLA(nnx.Module):
                 first_visible=context.first_visible,
             )
             o = jnp.einsum("bthl,lhu->bthu", mixed, up_v)
-        return self.o(o.reshape(*x.shape[:2], -1)), state
+        return self.o(o.reshape(*x.shape[:2], -1)), state, None
