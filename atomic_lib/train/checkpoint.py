@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from atomic_lib.evidence.files import plain, write_json
+from atomic_lib.evidence.files import plain, sync_folder, write_json
 from atomic_lib.evidence.verify import json_text, sha256_bytes, sha256_file
 
 COMMIT = "commit.json"
@@ -117,6 +117,10 @@ class CheckpointStore:
     def __post_init__(self):
         self.config = plain(self.config)  # as it will come back from commit.json
 
+    def drop_partial(self) -> None:
+        """Removes what a killed session left half written; it may be gigabytes."""
+        shutil.rmtree(self.folder / PARTIAL, ignore_errors=True)
+
     def newest_valid(self) -> Checkpoint | None:
         """The newest checkpoint of any folder whose hashes are right, or None.
 
@@ -140,7 +144,7 @@ class CheckpointStore:
         """
         path = self.folder / f"{STEP_PREFIX}{step:08d}"
         partial = self.folder / PARTIAL
-        shutil.rmtree(partial, ignore_errors=True)
+        self.drop_partial()
         self._require_space(state)
         partial.mkdir()
         try:
@@ -157,9 +161,10 @@ class CheckpointStore:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        if path.exists():  # rejected, or this run ended here before
+        if path.exists():  # reading has rejected it
             shutil.rmtree(path)
         partial.rename(path)
+        sync_folder(self.folder)
         self.rejected.pop(path, None)
         self._prune()
         return Checkpoint(path=path, facts=json.loads(json_text(plain(commit))))
@@ -219,7 +224,10 @@ class CheckpointStore:
             else:
                 shutil.rmtree(path)
         for path in good[: -self.keep]:
-            shutil.rmtree(path)
+            # A process that is killed in here leaves no half of a checkpoint under a whole one's
+            # name: the next `save` clears what is partial.
+            path.rename(self.folder / PARTIAL)
+            shutil.rmtree(self.folder / PARTIAL)
 
 
 def state_bytes(state: Any) -> int:

@@ -64,6 +64,7 @@ def train(
             keep=config.keep_checkpoints,
             others=attached_checkpoints(run, config.resume_from),
         )
+        store.drop_partial()
         checkpoint = store.newest_valid()
         trackers = Trackers(config.trackers, run=run.path, config=asdict(config))
         record = Record(
@@ -144,6 +145,9 @@ def _begin_record(
         record.event("checkpoint_rejected", path=path.name, problem=problem)
         print(f"checkpoint {path.name} is passed over: {problem}", flush=True)
     if checkpoint is not None:
+        recorded = max((row["step"] for row in record.rows if row["kind"] == "train"), default=0)
+        if recorded < checkpoint.step:  # the log was lost or put back, the checkpoint was not
+            record.event("rows_missing", first=recorded + 1, last=checkpoint.step)
         record.event(
             "resume",
             step=checkpoint.step,

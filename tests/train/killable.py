@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from conftest import SETTINGS, open_run
+from tiny_runs import SETTINGS, open_run
 
 from atomic_lib.config import TrainConfig
 from atomic_lib.data import TokenDataset, open_token_folder

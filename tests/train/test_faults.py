@@ -18,7 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tiny
-from conftest import EVERY_STEP, Faulty, make_config, numbers, open_run
+from tiny_runs import EVERY_STEP, Faulty, make_config, numbers, open_run
 
 from atomic_lib.data import open_token_folder
 from atomic_lib.evidence import verify

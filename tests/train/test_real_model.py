@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import numbers, write_tokens
+from tiny_runs import numbers, write_tokens
 
 from atomic_lib.evidence import read_rows, verify
 

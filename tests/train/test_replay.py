@@ -10,7 +10,7 @@ one number, so it knows the one difference.
 import json
 
 import pytest
-from conftest import EVERY_STEP, Faulty, PulledPlug, last_state, make_config, numbers, open_run
+from tiny_runs import EVERY_STEP, Faulty, PulledPlug, last_state, make_config, numbers, open_run
 
 from atomic_lib.evidence import RunFolder, verify
 from atomic_lib.train import train

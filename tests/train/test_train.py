@@ -11,7 +11,7 @@ import json
 import shutil
 
 import pytest
-from conftest import EVERY_STEP, Faulty, PulledPlug, last_state, make_config, numbers, open_run
+from tiny_runs import EVERY_STEP, Faulty, PulledPlug, last_state, make_config, numbers, open_run
 
 from atomic_lib.evidence import verify
 from atomic_lib.train import ConfigMismatchError, require_improvement, train

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from conftest import make_config, numbers, open_run
+from tiny_runs import make_config, numbers, open_run
 
 from atomic_lib.evidence import verify
 from atomic_lib.model.gate_statistics import GateStatistics
