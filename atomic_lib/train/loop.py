@@ -294,9 +294,10 @@ class Loop:
     def _interrupt(self, name: str) -> None:
         self._drain()
         if self._saved_step != self.step:
-            self._save()
-        self.record.event("interrupted", step=self.step, signal=name)
+            self._save_or_note()
+        saved = self._saved_step
+        self.record.event("interrupted", step=self.step, signal=name, saved_step=saved)
         raise TrainingInterrupted(
-            f"{name} stopped training at step {self.step}; its checkpoint is saved. Run the "
-            "notebook again to go on from there."
+            f"{name} stopped training at step {self.step}; the last checkpoint is that of step "
+            f"{saved}. Run the notebook again to go on from there."
         )
