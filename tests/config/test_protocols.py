@@ -11,7 +11,7 @@ import pytest
 
 from atomic_lib.config import TrainConfig, load_config
 from atomic_lib.data import parse_corpus
-from atomic_lib.train.loop import last_step
+from atomic_lib.train.loop import End
 from atomic_lib.train.schedule import schedule_from_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ def test_berlm_hyb16():
     assert config.model_config.parameter_count == 365_281_644
     assert config.sequence_length == 16_384
     assert config.tokens_per_step == 1_572_864
-    assert last_step(config) == 9_536
+    assert End.of(config, schedule_from_config(config)) == End(step=9_536, reason="max_tokens")
     assert config.max_tokens == 14_998_831_104
     assert config.document_separator is None  # "packed ... without document masking"
     assert (config.optimizer, config.learning_rate, config.init_seed) == ("adamw", 8e-4, 1)

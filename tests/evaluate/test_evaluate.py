@@ -85,7 +85,12 @@ def write_training_run(outputs, parameters, dataset, *, ce, windows=BATCH * BATC
     )  # fmt: skip
     zero = jnp.zeros((), jnp.int32)
     state = TrainState(
-        step=zero, params=parameters, optimizer={}, skipped=zero, skipped_in_a_row=zero
+        step=zero,
+        params=parameters,
+        optimizer={},
+        skipped=zero,
+        skipped_in_a_row=zero,
+        clipped=zero,
     )
     hashes = {
         split: [facts["hash"] for facts in dataset.manifest[split]]

@@ -40,7 +40,12 @@ def outputs(tmp_path, parameters):
     zero = jnp.zeros((), jnp.int32)
     moments = {name: jnp.ones_like(value) for name, value in parameters.items()}
     state = TrainState(
-        step=zero + 3, params=parameters, optimizer=moments, skipped=zero, skipped_in_a_row=zero
+        step=zero + 3,
+        params=parameters,
+        optimizer=moments,
+        skipped=zero,
+        skipped_in_a_row=zero,
+        clipped=zero,
     )
     agreed = {"data": {"train": ["1a"], "validation": ["2b"]}}  # what a resume must agree on
     CheckpointStore(folder=run.path / "checkpoints", config=agreed).save(state, step=3, facts={})

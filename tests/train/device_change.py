@@ -29,7 +29,13 @@ from atomic_lib.data import open_token_folder
 from atomic_lib.evidence.verify import sha256_bytes
 from atomic_lib.train import program, train
 
-SETTINGS = {"batch_size": 16, "max_steps": 8, "eval_every": 4, **EVERY_STEP}
+SETTINGS = {
+    "batch_size": 16,
+    "max_steps": 8,
+    "eval_every": 4,
+    "compute_dtype": "float32",
+    **EVERY_STEP,
+}
 EIGHT = {"data_parallel": 4, "fsdp": 2, "accumulate_steps": 2}
 RESUMED_ON = {
     "8": EIGHT,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from conftest import make_config
+from tiny_runs import make_config
 
 from atomic_lib.config import TrainConfig
 from atomic_lib.data import targets_inside_documents
@@ -55,7 +55,7 @@ def losses_of(config: TrainConfig, params, tokens: np.ndarray) -> np.ndarray:
 
     @jax.jit
     def run(params, tokens):
-        hidden, embedding = model_forward(config)(params, tokens[:, :-1], None)
+        hidden, embedding, _ = model_forward(config)(params, tokens[:, :-1], None)
         return token_losses(hidden, embedding, tokens[:, 1:])
 
     return np.asarray(run(params, tokens))
@@ -120,7 +120,7 @@ def test_the_step_and_the_evaluation_average_over_targets_inside_documents(accum
     tokens = tiny.tiny_tokens(batch=8)
     tokens[:2, ::2] = SEPARATOR  # the slices hold different numbers of documents
     params = tiny.tiny_params()
-    loss, gradients = jax.jit(step.loss_and_gradients)(params, tokens, jnp.int32(0))
+    loss, gradients, _ = jax.jit(step.loss_and_gradients)(params, tokens, jnp.int32(0))
     inside = tokens[:, :-1] != SEPARATOR
     losses = numpy_losses(params, tokens)
     wanted = losses[inside].mean()

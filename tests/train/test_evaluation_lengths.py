@@ -8,7 +8,7 @@ the text is cut into sequences; float32 sums in another order (1e-6) are all tha
 import numpy as np
 import pytest
 import tiny
-from conftest import make_config
+from tiny_runs import make_config
 
 from atomic_lib.train.evaluation import Validation
 from atomic_lib.train.program import build_program

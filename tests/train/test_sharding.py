@@ -101,7 +101,8 @@ def test_resuming_on_other_devices_changes_only_rounding(resumed, devices):
     """Sharded parameters, two slices a step and dropout before; another spread of all after."""
     found, wanted = resumed[devices]["numbers"], resumed["whole"]["numbers"]
     assert [row["step"] for row in found] == [row["step"] for row in wanted]
-    assert found[:8] == wanted[:8], "what came before the resume is the same record"
+    earlier = [row for row in wanted if row["step"] <= resumed[devices]["resumed_from"]]
+    assert found[: len(earlier)] == earlier, "what came before the resume is the same record"
     for name in ("loss", "grad_norm", "lr", "ce"):
         assert_close(
             name,

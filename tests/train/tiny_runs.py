@@ -34,7 +34,7 @@ EVERY_STEP = {"checkpoint_seconds": 1e-9}
 COMPILED_IN = (
     "preset", "optimizer", "weight_decay", "decay_groups", "clip_norm", "adam_b1", "adam_b2",
     "compute_dtype", "accumulate_steps", "loss_chunks", "dropout_rate", "dropout_seed",
-    "data_parallel", "fsdp", "batch_size", "sequence_length", "init_seed",
+    "data_parallel", "fsdp", "batch_size", "sequence_length", "init_seed", "document_separator",
 )  # fmt: skip
 REPEATED = ("step", "tokens", "loss", "lr", "grad_norm", "finite", "elapsed_fraction", "ce")
 
