@@ -121,13 +121,18 @@ class CheckpointStore:
         """Removes what a killed session left half written; it may be gigabytes."""
         shutil.rmtree(self.folder / PARTIAL, ignore_errors=True)
 
-    def newest_valid(self) -> Checkpoint | None:
+    def newest_valid(self, *, others_before: int | None = None) -> Checkpoint | None:
         """The newest checkpoint of any folder whose hashes are right, or None.
+
+        Those of `others` count only below step `others_before`, if that is given.
 
         Raises ConfigMismatchError if that one was written under another configuration, with the
         values that differ.
         """
-        found = [c for folder in (self.folder, *self.others) for c in self._committed(folder)]
+        found = list(self._committed(self.folder))
+        for folder in self.others:
+            limit = float("inf") if others_before is None else others_before
+            found += [c for c in self._committed(folder) if c.step < limit]
         for checkpoint in sorted(found, key=lambda c: c.step, reverse=True):
             problem = checkpoint.problem()
             if problem is None:

@@ -9,8 +9,7 @@ import jax
 class ProfileWindow:
     """Traces steps `first` to `last` (both included, counted from 1) into `folder`.
 
-    A step is told to the profiler by `step(number)`. Device and host must be idle when `begin` and
-    `end` are called, so that the trace holds whole steps.
+    The device must be idle when `begin` and `end` are called, so that the trace holds whole steps.
     """
 
     def __init__(self, steps: tuple[int, ...] | None, folder: Path):

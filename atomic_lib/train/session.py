@@ -65,7 +65,8 @@ def train(
             others=attached_checkpoints(run, config.resume_from),
         )
         store.drop_partial()
-        checkpoint = store.newest_valid()
+        # The recorded run's last checkpoint would leave a replay nothing to repeat.
+        checkpoint = store.newest_valid(others_before=end.step if replay and end else None)
         trackers = Trackers(config.trackers, run=run.path, config=asdict(config))
         record = Record(
             run,

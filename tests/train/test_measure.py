@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Protects the two measurements that the README quotes: that they run, and what they divide.
+
+The model is `tiny`, so the numbers mean nothing here; the relations between them must hold.
+"""
+
+import re
+
+import pytest
+import tiny
+from tiny_runs import make_config
+
+from atomic_lib.train import measure, session
+
+pytestmark = pytest.mark.usefixtures("tiny_model")
+
+
+@pytest.fixture
+def said(monkeypatch):
+    monkeypatch.setattr(measure, "build_program", session.build_program)
+    return {}
+
+
+def number(text):
+    return float(re.match(r"[\d.]+", text)[0])
+
+
+def test_the_time_lost_an_hour_is_the_write_time_by_its_rate(tmp_path, said):
+    config = make_config(checkpoint_seconds=900.0)
+    lost = measure.measure_checkpoint(config, tmp_path, say=said.__setitem__)
+    assert (tmp_path / "step_00000001" / "commit.json").is_file()
+    assert lost > 0
+    assert number(said["training lost an hour, one each 900 s"]) == pytest.approx(lost, abs=0.5)
+    assert number(said["write, sync and hash"]) == pytest.approx(lost * 900 / 3600, abs=0.05)
+
+
+def test_the_hosts_share_is_that_of_the_loop(said, monkeypatch):
+    model = {"vocab_size": tiny.VOCABULARY, "num_blocks": 1}
+    monkeypatch.setattr(measure, "OVERHEAD_MODEL", model)
+    share = measure.measure_overhead(5, say=said.__setitem__)
+    assert 0 < share <= 1, "of the loop's time"
+    assert said["host's share of the loop, by the loop itself"] == f"{share:.2%}"
+    assert number(said["step in the loop, median"]) > 0
