@@ -10,6 +10,7 @@ The notebooks are the interface; this package holds what their cells call. One s
     train       loss, optimiser, schedule, step, checkpoints and the loop
     export, evaluate, compare      what happens to a trained model
     environment    what a session needs before jax is imported
+    hosts       runs of many processes: `python -m atomic_lib.hosts train/<run>`
     kaggle      what Kaggle's own command uploads
     notebook    tables and figures for the cells; run starts a notebook without a browser
 

@@ -89,7 +89,7 @@ class TokenDataset:
         *,
         batch_size: int,
         sequence_length: int,
-        rows: slice = slice(None),
+        rows: slice | NDArray[np.integer] = slice(None),
     ) -> NDArray[np.int32]:
         """Batch `step` (from 0) of a run, int32 [batch_size, sequence_length + 1].
 
@@ -132,11 +132,17 @@ class TokenDataset:
         return windows // batch_size
 
     def validation_batches(
-        self, batch_size: int, sequence_length: int, *, limit: int | None = None
+        self,
+        batch_size: int,
+        sequence_length: int,
+        *,
+        limit: int | None = None,
+        rows: slice | NDArray[np.integer] = slice(None),
     ) -> Iterator[NDArray[np.int32]]:
         """Consecutive windows of the validation split, int32 [batch_size, sequence_length + 1].
 
-        Only full batches; at most `limit` of them. Raises as `train_batch` does.
+        Only full batches; at most `limit` of them; of each only `rows`. Raises as `train_batch`
+        does.
         """
         count = self.validation_batch_count(batch_size, sequence_length)
         if limit is not None:
@@ -144,7 +150,7 @@ class TokenDataset:
             count = min(count, limit)
         for batch in range(count):
             indices = np.arange(batch * batch_size, (batch + 1) * batch_size)
-            yield self.validation_windows(indices, sequence_length)
+            yield self.validation_windows(indices[rows], sequence_length)
 
     def validation_windows(
         self, indices: NDArray[np.integer], sequence_length: int

@@ -18,6 +18,7 @@ from atomic_lib.evidence.manifest import build_manifest, device_facts, input_rec
 from atomic_lib.evidence.metrics_log import MetricsLog
 from atomic_lib.evidence.seal import drop_success, write_failure, write_success
 from atomic_lib.evidence.verify import (
+    CHECKPOINTS,
     FAILED,
     METRICS,
     NOTEBOOK,
@@ -33,13 +34,15 @@ FIGURE_DPI = 120
 class RunFolder:
     """outputs/<run_id>/ and its evidence. Make one with `RunFolder.open`.
 
-    `path` is the folder, `metrics` its log, `parameters` what the run was given. Whatever lies in
+    `path` is the folder, `metrics` its log, `checkpoints` where its checkpoints go (a process of a
+    larger run sets it to the run's), `parameters` what the run was given. Whatever lies in
     the folder when the run succeeds becomes evidence, except checkpoints/.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any], root: Path):
         self.path = path
         self.metrics = MetricsLog(path / METRICS)
+        self.checkpoints = path / CHECKPOINTS
         self._manifest = manifest
         self._root = root
         self._opened_at = time.monotonic()

@@ -31,6 +31,7 @@ class Session:
     root: Path
     started_at: float
     facts: Facts
+    output_folder: Path | None = None  # where run folders go, if not where they usually go
 
     @classmethod
     def begin(cls, root: Path) -> "Session":
@@ -41,6 +42,8 @@ class Session:
     @property
     def outputs(self) -> Path:
         """Where run folders go: the repository's outputs/, or here if that is read-only."""
+        if self.output_folder is not None:
+            return self.output_folder
         folder = self.root / "outputs"
         try:
             folder.mkdir(exist_ok=True)
@@ -74,9 +77,13 @@ class Session:
             for field in fields(loaded.config)
         ]
         show_table(rows, caption=f"{notebook}, run {loaded.config.run}")
+        self.require_accelerator(loaded)
+        return loaded
+
+    def require_accelerator(self, loaded: LoadedConfig) -> None:
+        """Raises RuntimeError if the parameters ask for an accelerator that is not here."""
         if isinstance(loaded.config, TrainConfig):
             _refuse(accelerator_refusal(loaded.config.accelerator, self.facts))
-        return loaded
 
     def training_config(self, name: str) -> TrainConfig:
         """The parameter file that `name` ("<notebook>/<run>") stands for.

@@ -24,7 +24,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from atomic_lib.evidence.files import plain, sync_folder, write_json
-from atomic_lib.evidence.verify import json_text, sha256_bytes, sha256_file
+from atomic_lib.evidence.verify import sha256_bytes, sha256_file
+from atomic_lib.hosts.processes import is_first, together
 
 COMMIT = "commit.json"
 STATE = "state"
@@ -144,35 +145,47 @@ class CheckpointStore:
     def save(self, state: Any, *, step: int, facts: Mapping[str, Any]) -> Checkpoint:
         """Writes and commits one checkpoint, then drops the oldest beyond `keep`.
 
-        `state` is a pytree of arrays; `facts` (JSON) is stored beside it. Raises OSError if the
-        disk has no room or fails; earlier checkpoints are untouched then, and no part is left.
+        `state` is a pytree of arrays; `facts` (JSON) is stored beside it. Every process of a run
+        calls this and writes its part, the first one commits. Raises OSError, in all of them, if
+        the disk has no room or fails; earlier checkpoints are untouched then, and no part is left.
         """
         path = self.folder / f"{STEP_PREFIX}{step:08d}"
         partial = self.folder / PARTIAL
+        what = f"save step {step}"
+        together(lambda: self._begin(state), what, first_only=True)
+        commit = {
+            "schema": COMMIT_SCHEMA,
+            "step": step,
+            **facts,
+            "config_sha256": config_hash(self.config),
+            "config": self.config,
+        }
+        try:
+            together(lambda: self._write_state(partial / STATE, state), what)
+            together(lambda: self._commit(path, commit), what, first_only=True)
+        except BaseException:
+            if is_first():
+                self.drop_partial()
+            raise
+        self.rejected.pop(path, None)
+        return Checkpoint(path=path, facts=json.loads((path / COMMIT).read_text(encoding="utf-8")))
+
+    def _begin(self, state: Any) -> None:
+        """Makes an empty partial folder, if there is room for `state`."""
         self.drop_partial()
         self._require_space(state)
-        partial.mkdir()
-        try:
-            self._write_state(partial / STATE, state)
-            commit = {
-                "schema": COMMIT_SCHEMA,
-                "step": step,
-                **facts,
-                "config_sha256": config_hash(self.config),
-                "config": self.config,
-                "files": _file_facts(partial),
-            }
-            write_json(partial / COMMIT, commit)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        (self.folder / PARTIAL).mkdir()
+
+    def _commit(self, path: Path, commit: dict[str, Any]) -> None:
+        """Writes the commit of what is partial, gives it its name, and drops what is too old."""
+        partial = self.folder / PARTIAL
+        write_json(partial / COMMIT, {**commit, "files": _file_facts(partial)})
         if path.exists():  # reading has rejected it
             shutil.rmtree(path)
         partial.rename(path)
         sync_folder(self.folder)
         self.rejected.pop(path, None)
         self._prune()
-        return Checkpoint(path=path, facts=json.loads(json_text(plain(commit))))
 
     def _write_state(self, path: Path, state: Any) -> None:
         try:

@@ -150,16 +150,18 @@ class Validation:
         return totals, done
 
     def _batches(self, one: Pass) -> Iterator[tuple[NDArray[np.int32], int | None]]:
-        """Batches [rows, length + 1], and how many of their rows count (None: all, always)."""
+        """This process's rows of each batch [rows, length + 1], and how many of all its rows count
+        (None: all, always)."""
+        held = self.placement.local_rows(one.rows)
         if one.windows % one.rows == 0:
             for rows in self.dataset.validation_batches(
-                one.rows, one.length, limit=one.windows // one.rows
+                one.rows, one.length, limit=one.windows // one.rows, rows=held
             ):
                 yield rows, None
             return
         for first in range(0, one.windows, one.rows):
             # The last windows again, where there are no more: their rows are not counted.
-            indices = np.minimum(np.arange(first, first + one.rows), one.windows - 1)
+            indices = np.minimum(first + held, one.windows - 1)
             yield (
                 self.dataset.validation_windows(indices, one.length),
                 min(one.rows, one.windows - first),

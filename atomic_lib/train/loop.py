@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -20,6 +19,7 @@ from atomic_lib.config import TrainConfig
 from atomic_lib.data import TokenDataset
 from atomic_lib.train.budget import Budget
 from atomic_lib.train.checkpoint import Checkpoint, CheckpointStore
+from atomic_lib.train.decision import Decision
 from atomic_lib.train.evaluation import Validation
 from atomic_lib.train.interrupts import StopSignals, TrainingInterrupted
 from atomic_lib.train.profiling import ProfileWindow
@@ -112,24 +112,27 @@ class Loop:
         self._drain()
         if self._saved_step != self.step:
             self._save()  # before the evaluation, which takes longer to do again
-        if self.step not in self.record.evaluated_steps:
+        if not self._look_around().evaluated:
             self._evaluate()
         return reason
 
     def _train(self) -> str:
         while True:
-            if self._is_evaluation_due():
+            now = self._look_around()
+            if self.step % self.config.eval_every == 0 and not now.evaluated:
                 self._evaluate()
-            if self.signals.requested:
-                self._interrupt(self.signals.requested)
-            reason = self._stop_reason()
+                now = self._look_around()
+            if now.signal:
+                self._interrupt(now.signal)
+            reason = self._stop_reason(now)
             if reason is not None:
                 return reason
-            if self.budget.clock() - self._saved_at >= self.config.checkpoint_seconds:
+            if now.save:
                 self._save_or_note()
+                now = self._look_around()
             self._profile(self.profile.begins_at(self.step + 1), self.profile.begin)
             with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
-                self._train_one_step()
+                self._train_one_step(now.elapsed_seconds)
             self._profile(self.profile.ends_at(self.step), self.profile.end)
             self.record.note_tracker_failures()
 
@@ -149,24 +152,29 @@ class Loop:
     def _saved_step(self) -> int | None:
         return self.saved.step if self.saved else None
 
-    def _stop_reason(self) -> str | None:
+    def _look_around(self) -> Decision:
+        """The time, the record and the signals, as all processes of the run see them."""
+        return Decision(
+            elapsed_seconds=self.budget.elapsed(),
+            evaluated=self.step in self.record.evaluated_steps,
+            out_of_time=self.budget.is_used_up(),
+            save=self.budget.clock() - self._saved_at >= self.config.checkpoint_seconds,
+            signal=self.signals.requested,
+        ).shared()
+
+    def _stop_reason(self, now: Decision) -> str | None:
         if self.end is not None and self.step >= self.end.step:
             return self.end.reason
-        return "time" if self.budget.is_used_up() else None
+        return "time" if now.out_of_time else None
 
-    def _is_evaluation_due(self) -> bool:
-        due = self.step % self.config.eval_every == 0
-        return due and self.step not in self.record.evaluated_steps
-
-    def _train_one_step(self) -> None:
+    def _train_one_step(self, elapsed: float) -> None:
         began = self.budget.clock()
         if not self._compiled and self._waiting is None:
             self.record.run.progress("compiling", 0, 0, "the training step, once a session")
         tokens = self.program.placement.place_batch(self._next_batch())
-        elapsed = self.budget.elapsed()
         rate = float(np.float32(self.schedule.rate(step=self.step, elapsed_seconds=elapsed)))
         fraction = self.schedule.progress(step=self.step, elapsed_seconds=elapsed)
-        self.state, metrics = self.program.step(self.state, tokens, jnp.float32(rate))
+        self.state, metrics = self.program.step(self.state, tokens, np.float32(rate))
         self.step += 1
         earlier = self._waiting
         self._waiting = Dispatched(
@@ -198,6 +206,7 @@ class Loop:
             self.step,
             batch_size=self.config.batch_size,
             sequence_length=self.config.sequence_length,
+            rows=self.program.placement.local_rows(self.config.batch_size),
         )
         self._batch = (self.step, batch)
 
@@ -258,7 +267,9 @@ class Loop:
 
         def progress(done: int, total: int) -> None:
             tell(done, total)
-            if self.signals.requested:  # an evaluation takes longer than a machine's grace
+            # An evaluation takes longer than a machine's grace. Among many processes only a look
+            # around tells all of them at the same time.
+            if self.signals.requested and jax.process_count() == 1:
                 self._interrupt(self.signals.requested)
 
         values = self.validation.run(self.state.params, progress)

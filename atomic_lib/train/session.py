@@ -11,9 +11,11 @@ import jax
 from atomic_lib.config import TrainConfig
 from atomic_lib.data import TokenDataset
 from atomic_lib.evidence import RunFolder
-from atomic_lib.evidence.verify import CHECKPOINTS, WATCH, sha256_file
+from atomic_lib.evidence.verify import WATCH, sha256_file
+from atomic_lib.hosts.processes import together
 from atomic_lib.train.budget import Budget
 from atomic_lib.train.checkpoint import COMMIT, Checkpoint, CheckpointStore, state_bytes
+from atomic_lib.train.decision import require_same_start
 from atomic_lib.train.earlier import attached_checkpoints, import_history, locate
 from atomic_lib.train.evaluation import Validation
 from atomic_lib.train.heartbeat import Heartbeat
@@ -59,14 +61,15 @@ def train(
         end = End.of(config, schedule)
         program = build_program(config)
         store = CheckpointStore(
-            folder=run.path / CHECKPOINTS,
+            folder=run.checkpoints,
             config=resume_config(config, dataset.manifest),
             keep=config.keep_checkpoints,
             others=attached_checkpoints(run, config.resume_from),
         )
-        store.drop_partial()
+        together(store.drop_partial, "clear what is half written", first_only=True)
         # The recorded run's last checkpoint would leave a replay nothing to repeat.
         checkpoint = store.newest_valid(others_before=end.step if replay and end else None)
+        require_same_start(checkpoint)
         trackers = Trackers(config.trackers, run=run.path, config=asdict(config))
         record = Record(
             run,
@@ -91,7 +94,7 @@ def train(
             record=record,
             state=checkpoint.restore(program.abstract_state) if checkpoint else program.start(),
             step=checkpoint.step if checkpoint else 0,
-            saved=checkpoint if checkpoint and checkpoint.path.is_relative_to(run.path) else None,
+            saved=checkpoint if checkpoint and checkpoint.path.parent == run.checkpoints else None,
             signals=signals,
             profile=ProfileWindow(config.profile_steps, run.path / WATCH / "profile"),
         )

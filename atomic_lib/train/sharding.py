@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
 DATA, FSDP = "data", "fsdp"
 BATCH_AXES = (DATA, FSDP)
@@ -107,6 +108,22 @@ class Placement:
             for name, gradient in gradients.items()
         }
 
+    def local_rows(self, batch_size: int) -> NDArray[np.int64]:
+        """The rows of a batch that this process's devices hold, in ascending order."""
+        held = self.batch.addressable_devices_indices_map((batch_size,)).values()
+        return np.unique(np.concatenate([np.arange(batch_size)[index] for index in held]))
+
     def place_batch(self, rows: np.ndarray) -> Array:
-        """Puts this process's rows of a batch on its devices; the result is the global batch."""
-        return jax.make_array_from_process_local_data(self.batch, rows)
+        """Puts this process's rows of a batch on its devices; the result is the global batch.
+
+        rows [n, T + 1] are those of `local_rows`, in its order.
+        """
+        here = sum(d.process_index == jax.process_index() for d in self.mesh.devices.flat)
+        batch_size = len(rows) * self.devices // here
+        held = self.local_rows(batch_size)
+
+        def part(index: Any) -> np.ndarray:  # a tuple of slices
+            wanted = np.arange(batch_size)[index[0]]
+            return rows[np.searchsorted(held, wanted)]
+
+        return jax.make_array_from_callback((batch_size, *rows.shape[1:]), self.batch, part)

@@ -34,6 +34,9 @@ def model_flops_utilisation(
 
 
 def device_memory_bytes(device: jax.Device) -> int | None:
-    """Bytes in use on one device, or None where the platform does not tell (a CPU)."""
+    """Bytes in use on one device, or None where the platform does not tell (a CPU) or the device
+    is another process's."""
+    if device.process_index != jax.process_index():
+        return None
     statistics = device.memory_stats()
     return statistics.get("bytes_in_use") if statistics else None
