@@ -55,7 +55,7 @@ class Row:
 
 ROWS = (
     Row(precision="bf16"),
-    Row(precision="bf16", projections=True),
+    Row(precision="bf16", projections=True, heads=(2, 4, 6, 8)),
     Row(precision="bf16x3", heads=(1, 2, 3, 4, 6)),
     Row(precision="bf16", chunk_size=64, heads=(2, 4, 8)),
     Row(precision="bf16", key_size=64, value_size=64, heads=(2, 4, 8)),
