@@ -146,6 +146,7 @@ def test_a_missing_peer_says_how_to_install_it(monkeypatch):
         programs.atomic_gdn2_forward()
 
 
+@pytest.mark.compiler
 @needs_compiler
 @needs_peers
 def test_a_peer_is_compiled_as_kernels_for_the_chip():
