@@ -10,7 +10,7 @@ import json
 
 import jax
 import pytest
-from conftest import make_config, open_run
+from tiny_runs import make_config, open_run
 
 from atomic_lib.aot import AotUnavailableError
 from atomic_lib.aot import compile as aot_compile
