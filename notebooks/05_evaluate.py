@@ -14,7 +14,7 @@
 # | | |
 # |---|---|
 # | needs | an export run in `outputs/` |
-# | wall time | `smoke` about a minute; full size was not timed |
+# | wall time | `smoke` half a minute; full size was not timed |
 # | quota | none at smoke size |
 # | inputs | `outputs/export-<run>/` and the corpus of the training runs |
 # | outputs | `outputs/evaluate-<run>/evaluation.json`, figures |

@@ -2,7 +2,7 @@
 """Static cycles of the GDN-2 kernels by heads a grid step: the table that `tpu_tiles` reads.
 
     python -m atomic_kernels.tune             compile the rows that are missing
-    python -m atomic_kernels.tune --again     all rows anew (half an hour)
+    python -m atomic_kernels.tune --again     all rows anew: some thirty compiles
 
 Compiled for a v5e without a TPU. What does not fit the chip's vector memory is recorded as null.
 """
