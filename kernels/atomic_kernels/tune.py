@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from atomic_kernels.audit.programs import input_shapes
 from atomic_kernels.gdn2.chunk import Inputs
@@ -81,19 +80,18 @@ def program(
         1, LENGTH, heads, key_size, value_size, value_heads=heads, dtype=dtype,
         decay_dtype=dtype if projections else "float32",
     )  # fmt: skip
-    gates = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((heads,), (heads, key_size))]
 
-    def run(inputs: Any, gates: Any, weight: jax.Array) -> Any:
-        def output(inputs: Any, gates: Any) -> jax.Array:
+    def run(inputs: Any, weight: jax.Array) -> Any:
+        def output(inputs: Any) -> jax.Array:
             return gdn2_tpu(
-                Inputs(*inputs), Projections() if projections else None, tuple(gates), None, None,
+                Inputs(*inputs), Projections() if projections else None, (None, None), None, None,
                 scale=1.0, chunk_size=chunk_size, precision=precision, interpret=False,
                 heads_a_step=heads,
             )[0]  # fmt: skip
 
-        return jax.vjp(output, inputs, gates)[1](weight)
+        return jax.vjp(output, inputs)[1](weight)
 
-    return run, (inputs, gates, inputs[2])
+    return run, (inputs, inputs[2])
 
 
 def measure(row: Row, heads: int) -> dict[str, float | None]:

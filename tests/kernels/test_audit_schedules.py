@@ -119,7 +119,7 @@ def test_every_compared_line_names_a_program_and_arguments_it_takes(line):
 def test_our_training_program_returns_a_gradient_for_each_argument(dtype, projections):
     function, arguments = programs.training(
         B=1, T=32, H=2, K=16, V=8, value_heads=4, dtype=dtype, projections=projections,
-        backend="xla", chunk_size=16,
+        decay_parameters=projections, backend="xla", chunk_size=16,
     )  # fmt: skip
     gradients = jax.eval_shape(function, *arguments)
     assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in arguments[:-1]]

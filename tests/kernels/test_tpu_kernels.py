@@ -48,6 +48,7 @@ class Case:
     erase: float = 1.0
     segmented: bool = False
     projections: bool = False
+    decay_parameters: bool = False  # A_log and dt_bias
     watched: bool = False  # in the interpreter that fills memory with NaN and looks for races
 
     def __str__(self) -> str:
@@ -57,12 +58,21 @@ class Case:
 CASES = [
     Case(T=140, H=3, segmented=True, group=2, V=64),  # heads outside tokens in memory
     Case(dtype="bfloat16", T=100, projections=True),
-    Case(T=129, H=2, K=64, V=128, projections=True, segmented=True, watched=True),
+    Case(
+        T=129,
+        H=2,
+        K=64,
+        V=128,
+        projections=True,
+        decay_parameters=True,
+        segmented=True,
+        watched=True,
+    ),
 ]
 
 
 def make_inputs(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The six inputs, then A_log and dt_bias if the case has projections, all float64."""
+    """The six inputs, then A_log and dt_bias if the case has them, all float64."""
     generator = np.random.default_rng(7)
     keys = (1, case.T, case.H, case.K)
     values = (1, case.T, case.H * case.group, case.V)
@@ -72,11 +82,11 @@ def make_inputs(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
     v, w = generator.standard_normal((2, *values))
     b = generator.standard_normal(keys)
     g = generator.standard_normal(keys)
+    if case.decay_parameters:
+        A_log = generator.standard_normal(case.H)
+        return [q, k, v, g, b, w], [A_log, generator.standard_normal((case.H, case.K)) - 2.0]
     if case.projections:
-        return [q, k, v, g, b, w], [
-            generator.standard_normal(case.H),
-            generator.standard_normal((case.H, case.K)) - 2.0,
-        ]
+        return [q, k, v, g - 2.0, b, w], []
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     g = -np.exp(g - 3.0)
     if case.decay == "spikes":
@@ -97,9 +107,8 @@ def operation(case: Case, segment_ids, **options):
     def run(q, k, v, g, b, w, state, *gates):
         options_ = {"initial_state": state, "segment_ids": segment_ids, **options}
         if case.projections:
-            return gdn2_from_projections(
-                q, k, v, g, b, w, A_log=gates[0], dt_bias=gates[1], **options_
-            )
+            named = dict(zip(("A_log", "dt_bias"), gates, strict=False))
+            return gdn2_from_projections(q, k, v, g, b, w, **named, **options_)
         return gdn2(q, k, v, g, b, w, **options_)
 
     return run
@@ -109,7 +118,7 @@ def reference(case: Case, segment_ids):
     def run(q, k, v, g, b, w, state, *gates):
         inputs = Inputs(q, k, v, g, b, w)
         if case.projections:
-            inputs = Projections().activate(inputs, *gates)
+            inputs = Projections().activate(inputs, *(gates or (None, None)))
         scale = case.K**-0.5
         return gdn2_reference(*inputs, scale=scale, initial_state=state, segment_ids=segment_ids)
 

@@ -21,6 +21,7 @@ def plan(heads: int, *, size: int = 128, parts: int = 1, interpret: bool = False
     return Plan(
         layout=layout, key_heads=heads, heads=0, group=1, scale=1.0, length=256, segmented=False,
         keys_head_major=head_major(heads), values_head_major=head_major(heads), projections=None,
+        decay_rows=False,
     )  # fmt: skip
 
 

@@ -17,10 +17,11 @@ import yaml
 
 from atomic_lib.evidence import effective_rows, read_rows, verify
 
-KILL_AFTER_STEP = 8
+KILL_AFTER_STEP = 6
 PATIENCE_SECONDS = 300
-# The smoke run's own program, so that the compilation cache serves the notebook test as well.
-CHANGED = {"max_steps": 24, "warmup_steps": 4, "eval_every": 12, "checkpoint_seconds": 1.0}
+# The program of test_smoke_runs, so that the compilation cache serves both.
+CHANGED = {"batch_size": 8, "max_steps": 16, "warmup_steps": 4, "eval_every": 8,
+           "checkpoint_seconds": 1.0}  # fmt: skip
 EXACT = {"train": ("loss", "lr", "grad_norm"), "eval": ("ce", "bpb_est", "bpb_exact")}
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(1200)]

@@ -46,15 +46,20 @@ def forward(
     dtype: str = "bfloat16",
     decay_dtype: str = "float32",
     projections: bool = False,
+    decay_parameters: bool = False,
     backend: str = "tpu",
     **options: Any,
 ) -> Program:
-    """Our forward: o and the final state. options are passed to the operation."""
+    """Our forward: o and the final state. options are passed to the operation.
+
+    With projections all arguments are raw, and decay_parameters appends A_log [H] and dt_bias
+    [H, K].
+    """
     operation = _operation(projections, backend, options)
     arguments = input_shapes(
         B, T, H, K, V, value_heads=value_heads or H, dtype=dtype, decay_dtype=decay_dtype
     )
-    if projections:
+    if decay_parameters:
         arguments += (jax.ShapeDtypeStruct((H,), jnp.float32),)
         arguments += (jax.ShapeDtypeStruct((H, K), jnp.float32),)
     return operation, arguments
@@ -88,8 +93,12 @@ def _operation(projections: bool, backend: str, options: dict[str, Any]) -> Call
 
     if not projections:
         return lambda *arrays: gdn2(*arrays, backend=backend, **options)
+    names = ("A_log", "dt_bias")
     return lambda *arrays: gdn2_from_projections(
-        *arrays[:6], A_log=arrays[6], dt_bias=arrays[7], backend=backend, **options
+        *arrays[:6],
+        **dict(zip(names, arrays[6:], strict=False)),
+        backend=backend,
+        **options,
     )
 
 

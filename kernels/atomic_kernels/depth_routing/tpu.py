@@ -29,6 +29,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from atomic_kernels.hbm import pallas_call_in_hbm
+
 LANES, SUBLANES = 128, 8
 # Tokens that are in registers at one time: 16 x 1024 float32 are 16 of the 64 vector registers, for
 # a source, a sum and one operand; a packed bfloat16 register holds 16 rows.
@@ -53,7 +55,7 @@ def read_sources(
     rows = padded[0].shape[0]
     count = _round_up(len(values), SUBLANES)
     array = pl.BlockSpec((READ_TILE, size), lambda i: (i, 0))
-    read, shares = pl.pallas_call(
+    read, shares = pallas_call_in_hbm(
         partial(_read_body, epsilon=epsilon),
         grid=(rows // READ_TILE,),
         in_specs=[pl.BlockSpec((1, size), lambda i: (0, 0)), *[array] * len(values)],
@@ -138,7 +140,7 @@ def source_gradients(
     table = jnp.pad(weights, ((0, LANES - count), (0, 0))).astype(value.dtype)
     array = pl.BlockSpec((tile, size), lambda i: (i, 0))
     whole = pl.BlockSpec((LANES, size), lambda i: (0, 0))
-    d_value, d_weights = pl.pallas_call(
+    d_value, d_weights = pallas_call_in_hbm(
         partial(_gradient_body, tile=tile, epsilon=epsilon),
         grid=(rows // tile,),
         in_specs=[

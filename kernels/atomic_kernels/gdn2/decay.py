@@ -19,6 +19,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from atomic_kernels.gdn2.arithmetic import dot
+
 
 class Decays(NamedTuple):
     """Sums of g [C, K] in nats, or their cotangents."""
@@ -46,19 +48,20 @@ def local_decay_sums(g: Array) -> Decays:
 
 
 def local_decay_sums_gradient(d: Decays) -> Array:
-    """The transpose of `local_decay_sums`: cotangents of its sums -> dg [C, K]."""
-    size, width = d.prefix.shape
-    d_prefix, d_suffix, d_totals = d.prefix, d.suffix, d.total  # [C, K], [C, K], [C/2h, K]
-    for half, d_level in reversed(list(zip(half_sizes(1, size), d.levels, strict=True))):
-        d_even = d_totals + _by_half_blocks(d_prefix, half)[:, 1].sum(1)  # [C/2h, K]
-        d_odd = d_totals + _by_half_blocks(d_suffix, half)[:, 0].sum(1)  # [C/2h, K]
-        d_totals = jnp.stack([d_even, d_odd], 1).reshape(-1, width)  # [C/h, K]
-        odd = odd_rows(size, half)  # [C, 1]
-        d_prefix = d_prefix + jnp.where(odd, d_level, 0.0)
-        d_suffix = d_suffix + jnp.where(odd, 0.0, d_level)
-        # Unfused, or XLA computes every level above again for each level below.
-        d_prefix, d_suffix, d_totals = lax.optimization_barrier((d_prefix, d_suffix, d_totals))
-    return d_prefix + d_totals
+    """The transpose of `local_decay_sums`: cotangents of its sums -> dg [C, K].
+
+    g_t is a term of the sums to or from all rows on one side of it: a product with a matrix of
+    zeros and ones.
+    """
+    size = d.prefix.shape[0]
+    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    after, before = column >= row, column < row  # [C, C]
+    terms = []
+    for half in half_sizes(1, size):
+        block = (row // half) == (column // half)
+        terms.append(block & jnp.where((row & half) != 0, after, before))
+    matrix = jnp.concatenate([*terms, after, before], 1).astype(jnp.float32)
+    return dot(matrix, jnp.concatenate([*d.levels, d.prefix, d.suffix], 0), "f32") + d.total
 
 
 def half_sizes(start: int, stop: int) -> list[int]:

@@ -10,6 +10,8 @@ All in float32 (float64 for the reference).
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -42,24 +44,35 @@ def decay_gate(
     z = x.astype(dtype)
     if dt_bias is not None:
         z = z + dt_bias.astype(dtype)
-    log_rate = jnp.zeros((), dtype) if A_log is None else A_log.astype(dtype)[..., None]
-    z, log_rate = jnp.broadcast_arrays(z, log_rate)
-    return decay_of_rate(z, log_rate, lower_bound)
+    if A_log is None:
+        return decay_of_rate(z, None, lower_bound)
+    log_rate = A_log.astype(dtype)[..., None]
+    return decay_of_rate(*jnp.broadcast_arrays(z, log_rate), lower_bound)
 
 
-def decay_of_rate(z: Array, log_rate: Array, lower_bound: float | None) -> Array:
-    """-exp(log_rate) softplus(z), or lower_bound sigmoid(exp(log_rate) z); shapes are equal."""
+def decay_of_rate(z: Array, log_rate: Array | None, lower_bound: float | None) -> Array:
+    """-exp(log_rate) softplus(z), or lower_bound sigmoid(exp(log_rate) z); shapes are equal.
+
+    log_rate None is 0, at a third of the cost.
+    """
     if lower_bound is None:
-        return _unbounded_decay(z, log_rate)
-    return lower_bound * _scaled_sigmoid(z, log_rate)
+        return -_softplus(z) if log_rate is None else _unbounded_decay(z, log_rate)
+    gate = jax.nn.sigmoid(z) if log_rate is None else _scaled_sigmoid(z, log_rate)
+    return lower_bound * gate
+
+
+@jax.custom_jvp
+def _softplus(z: Array) -> Array:
+    return jax.nn.softplus(z)
+
+
+_softplus.defjvps(lambda d_z, decay, z: d_z * jax.nn.sigmoid(z))
 
 
 @jax.custom_jvp
 def _unbounded_decay(z: Array, log_rate: Array) -> Array:
-    """-exp(log_rate) softplus(z) by one exponential: exp(90) softplus(-90) is 1, not inf * 0."""
-    # softplus(z) = exp(z) to float32 below -20, where it would soon underflow.
-    log_softplus = jnp.where(z < -20.0, z, jnp.log(jax.nn.softplus(jnp.maximum(z, -20.0))))
-    return -_bounded_exp(log_rate + log_softplus)
+    """-exp(log_rate) softplus(z), where exp(90) softplus(-90) is 1, not inf * 0."""
+    return -_times_rate(jax.nn.softplus, z, log_rate)
 
 
 @_unbounded_decay.defjvp
@@ -67,8 +80,18 @@ def _unbounded_decay_jvp(primals, tangents):
     z, log_rate = primals
     d_z, d_log_rate = tangents
     decay = _unbounded_decay(z, log_rate)
-    slope = -_bounded_exp(log_rate + jax.nn.log_sigmoid(z))
-    return decay, slope * d_z + decay * d_log_rate
+    return decay, -_times_rate(jax.nn.sigmoid, z, log_rate) * d_z + decay * d_log_rate
+
+
+def _times_rate(function: Callable[[Array], Array], z: Array, log_rate: Array) -> Array:
+    """exp(log_rate) function(z), at most exp(LARGEST_EXPONENT), for softplus and sigmoid.
+
+    Both are exp(z) to float32 below -20. With f = exp(20) function(max(z, -20)) >= 1 the result is
+    exp(log_rate + min(z, -20)) f, whose exponential may be cut off above the bound.
+    """
+    scaled = math.exp(20.0) * function(jnp.maximum(z, -20.0))
+    rate = jnp.exp(jnp.minimum(log_rate + jnp.minimum(z, -20.0), LARGEST_EXPONENT + 5.0))
+    return jnp.minimum(rate * scaled, math.exp(LARGEST_EXPONENT))
 
 
 @jax.custom_jvp

@@ -64,9 +64,10 @@ def gdn2_tpu(
         keys_head_major=projections is None and head_major(heads),
         values_head_major=projections is None and head_major(value_heads),
         projections=projections,
+        decay_rows=any(x is not None for x in gate_parameters),
     )
     log_rate = bias = None
-    if projections is not None:
+    if plan.decay_rows:
         log_rate, bias = _gate_rows(*gate_parameters, heads, key_size)
     q, k, g, b = (
         _ordered(x, plan.keys_head_major) for x in (inputs.q, inputs.k, inputs.g, inputs.b)

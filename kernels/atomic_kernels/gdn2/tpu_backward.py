@@ -55,6 +55,7 @@ from atomic_kernels.gdn2.tpu_undo import (
     SavedRefs,
     Scratch,
 )
+from atomic_kernels.hbm import pallas_call_in_hbm
 
 
 def backward_body(
@@ -66,7 +67,7 @@ def backward_body(
     @pl.when(position == 0)
     def _():
         tpu_tokens.read_state(plan, saved.d_state, scratch.d_state)
-        if plan.projections is not None:
+        if plan.decay_rows:
             scratch.d_log_rate[...] = jnp.zeros_like(scratch.d_log_rate)
             scratch.d_bias[...] = jnp.zeros_like(scratch.d_bias)
 
@@ -97,7 +98,7 @@ def backward_body(
     @pl.when(position == pl.num_programs(2) - 1)
     def _():
         tpu_tokens.write_state(plan, scratch.d_state, outputs.state)
-        if plan.projections is not None:
+        if plan.decay_rows:
             for h in heads:
                 outputs.log_rate[0, :, plan.key_columns(h)] = scratch.d_log_rate[h]
                 outputs.bias[0, :, plan.key_columns(h)] = scratch.d_bias[h]
@@ -227,7 +228,7 @@ def finish(
     gradients = pull((d_q, d_k, d_g, d_erase * k))
     for ref, x in zip((outputs.q, outputs.k, outputs.g, outputs.b), gradients[:4], strict=True):
         tpu_blocks.write_keys(plan, ref, head, x)
-    if plan.projections is not None:
+    if plan.decay_rows:
         scratch.d_log_rate[head] += gradients[4]
         scratch.d_bias[head] += gradients[5]
 
@@ -236,7 +237,7 @@ def backward(
     plan: Plan, arrays: InputArrays, d_o: Array, states: Array, inverses: Array, d_state: Array
 ) -> tuple[list[Array], Array, list[Array]]:
     """Gradients of q, k, v, g, b, w in their dtypes; that of the initial state in float32; and,
-    with projections, those of log_rate and bias [B, 1, H K] for each batch element.
+    with `Plan.decay_rows`, those of log_rate and bias [B, 1, H K] for each batch element.
 
     states, inverses: what `tpu_forward.forward` saved; d_o ordered like v;
     d_state [B, H G, K, V / G] float32.
@@ -254,7 +255,7 @@ def backward(
     keys, values = specs.keys(), specs.values()
     out_specs = [keys, keys, values, keys, keys, values, specs.state()]
     out_shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*arrays[:6], d_state)]
-    if plan.projections is not None:
+    if plan.decay_rows:
         width = plan.key_heads * plan.layout.key_size
         row = jax.ShapeDtypeStruct((batch, 1, width), jnp.float32)
         out_specs += [specs.batch_row()] * 2
@@ -268,7 +269,7 @@ def backward(
         scratch = Scratch(TokenScratch(*scratch[:5]), *scratch[5:])
         backward_body(plan, named, SavedRefs(*rest[:4]), outputs, scratch)
 
-    results = pl.pallas_call(
+    results = pallas_call_in_hbm(
         body,
         grid=(batch, plan.key_heads // plan.heads, chunks),
         in_specs=input_specs,

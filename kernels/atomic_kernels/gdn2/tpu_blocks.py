@@ -40,6 +40,7 @@ class Plan:
     keys_head_major: bool  # q, k, g, b come as [B, H, T, K], not as [B, T, H K]
     values_head_major: bool  # v, w, o likewise
     projections: Projections | None
+    decay_rows: bool  # A_log or dt_bias is given: log_rate and bias come with the projections
 
     @property
     def value_width(self) -> int:
@@ -59,8 +60,8 @@ class InputRefs(NamedTuple):
     g: Ref
     b: Ref
     w: Ref
-    log_rate: Ref  # A_log, repeated K times; None without projections
-    bias: Ref  # dt_bias; None without projections
+    log_rate: Ref  # A_log, repeated K times; None without `Plan.decay_rows`
+    bias: Ref  # dt_bias, likewise
     starts: Ref  # [1, 1, C] int32, 1 where a segment starts; None without segments
 
 
@@ -132,7 +133,7 @@ class BlockSpecs:
         """The references of `inputs`, named, and those that follow."""
         q, k, v, g, b, w, *rest = refs
         log_rate = bias = starts = None
-        if self._plan.projections is not None:
+        if self._plan.decay_rows:
             log_rate, bias, *rest = rest
         if self._plan.segmented:
             starts, *rest = rest

@@ -46,6 +46,7 @@ from atomic_kernels.gdn2.tpu_layout import (
     write_steps,
 )
 from atomic_kernels.gdn2.tpu_tokens import TokenScratch
+from atomic_kernels.hbm import pallas_call_in_hbm
 
 HIGH_LEVELS = SUBLANES.bit_length() - 1
 
@@ -246,7 +247,7 @@ def forward(
             whole = (batch, chunks, plan.key_heads, *shape)
             out_shapes.append(jax.ShapeDtypeStruct(whole, jnp.float32))
     scratch_shapes = forward_scratch(plan)
-    results = pl.pallas_call(
+    results = pallas_call_in_hbm(
         body,
         grid=(batch, plan.key_heads // heads, chunks),
         in_specs=input_specs,

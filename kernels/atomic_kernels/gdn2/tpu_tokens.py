@@ -69,9 +69,9 @@ def describe_chunk(plan: Plan, number: Array, starts_ref) -> Chunk:
 
 
 def raw_keys(plan: Plan, refs: InputRefs, head: int, chunk: Chunk) -> tuple[Array, ...]:
-    """q, k, g, b [C, K] as they came, rows beyond T zero; then log_rate and bias [1, K]."""
+    """q, k, g, b [C, K] as they came, rows beyond T zero; log_rate and bias [1, K] if given."""
     raw = [_float32(read_keys(plan, x, head), chunk) for x in (refs.q, refs.k, refs.g, refs.b)]
-    if plan.projections is not None:
+    if plan.decay_rows:
         columns = plan.key_columns(head)
         raw += [refs.log_rate[:, columns], refs.bias[:, columns]]
     return tuple(raw)
@@ -89,9 +89,11 @@ def activate_keys(plan: Plan, chunk: Chunk, *raw: Array) -> tuple[Array, Array, 
     if projections is not None:
         if projections.qk_l2norm:
             q, k = gates.l2_normalise(q), gates.l2_normalise(k)
-        log_rate, bias = raw[4:]
-        log_rate = jnp.broadcast_to(log_rate, g.shape)
-        g = gates.decay_of_rate(g + bias, log_rate, projections.lower_bound)
+        log_rate = None
+        if plan.decay_rows:
+            log_rate, bias = raw[4:]
+            log_rate, g = jnp.broadcast_to(log_rate, g.shape), g + bias
+        g = gates.decay_of_rate(g, log_rate, projections.lower_bound)
         b = jax.nn.sigmoid(b) * (2.0 if projections.negative_eigenvalues else 1.0)
         if chunk.valid is not None:
             g = jnp.where(chunk.valid, g, 0.0)  # rows beyond T must not decay the state
