@@ -18,6 +18,7 @@ from atomic_kernels.schedule import compile_schedule
 from atomic_kernels.schedule.hlo import HloModule, Instruction
 
 PALLAS_TARGET = "tpu_custom_call"
+VMEM = "1"  # its number in a configuration
 # Names in HLO -> numpy; what a Pallas kernel can take.
 _DTYPES = {
     "f32": "float32", "bf16": "bfloat16", "s32": "int32", "u32": "uint32", "s16": "int16",
@@ -33,6 +34,7 @@ class Kernel:
     key: str
     name: str
     configuration: str
+    vmem_limit_bytes: int  # of the call; 0 if the program does not say
     operands: tuple[tuple[str, tuple[int, ...]], ...]  # (dtype, shape)
     results: tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -61,8 +63,8 @@ def _arrays(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     )
 
 
-def _configuration(instruction: Instruction) -> str | None:
-    """The JSON of a Pallas call's backend_config that holds its code, or None."""
+def _configuration(instruction: Instruction) -> dict[str, Any] | None:
+    """A Pallas call's backend_config, which holds its code; None for another instruction."""
     if instruction.opcode != "custom-call":
         return None
     if instruction.attribute(r'custom_call_target="([^"]*)"') != PALLAS_TARGET:
@@ -71,7 +73,18 @@ def _configuration(instruction: Instruction) -> str | None:
     if not found:
         raise ValueError(f"kernel %{instruction.name}: no backend_config, so its code is unknown")
     whole, _ = json.JSONDecoder().raw_decode(rest)
-    return json.dumps({"custom_call_config": whole["custom_call_config"]}, sort_keys=True)
+    return whole
+
+
+def _code(configuration: dict[str, Any]) -> str:
+    """The part of a configuration that the call is made from, as JSON."""
+    code = {"custom_call_config": configuration["custom_call_config"]}
+    return json.dumps(code, sort_keys=True)
+
+
+def _vmem_limit_bytes(configuration: dict[str, Any]) -> int:
+    configs = configuration.get("scoped_memory_configs", [])
+    return max((int(x["size"]) for x in configs if x.get("memory_space") == VMEM), default=0)
 
 
 def kernel_key(instruction: Instruction) -> str | None:
@@ -80,7 +93,7 @@ def kernel_key(instruction: Instruction) -> str | None:
     if configuration is None:
         return None
     shapes = re.sub(r"\{[^{}]*\}", "", instruction.shape)
-    return hashlib.sha256(f"{configuration}{shapes}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{_code(configuration)}{shapes}".encode()).hexdigest()[:16]
 
 
 def distinct_kernels(modules: Iterable[HloModule]) -> tuple[Kernel, ...]:
@@ -89,8 +102,8 @@ def distinct_kernels(modules: Iterable[HloModule]) -> tuple[Kernel, ...]:
     for module in modules:
         for item in module.work():
             instruction = item.instruction
-            key = kernel_key(instruction)
-            if key is None or key in found:
+            key, configuration = kernel_key(instruction), _configuration(instruction)
+            if key is None or configuration is None or key in found:
                 continue
             layouts = instruction.attribute(
                 r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}"
@@ -98,7 +111,8 @@ def distinct_kernels(modules: Iterable[HloModule]) -> tuple[Kernel, ...]:
             found[key] = Kernel(
                 key=key,
                 name=re.sub(r"(\.\d+)+$", "", instruction.name),
-                configuration=_configuration(instruction) or "",
+                configuration=_code(configuration),
+                vmem_limit_bytes=_vmem_limit_bytes(configuration),
                 operands=_arrays(layouts or ""),
                 results=_arrays(instruction.shape),
             )
@@ -131,7 +145,11 @@ def kernel_program(path: str) -> tuple[Any, tuple[Any, ...]]:
                 results.append(call(*own))
         return results
 
-    return run, tuple(shapes(kernel["operands"]) for kernel in kernels)
+    # A call made from code alone has the program's limit, so that must be the largest of theirs.
+    limit = max(kernel["vmem_limit_bytes"] for kernel in kernels)
+    options = {"xla_tpu_scoped_vmem_limit_kib": str(limit // 1024)} if limit else None
+    arguments = tuple(shapes(kernel["operands"]) for kernel in kernels)
+    return jax.jit(run, compiler_options=options), arguments
 
 
 def save_kernels(kernels: Iterable[Kernel], path: Path) -> None:

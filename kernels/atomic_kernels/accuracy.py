@@ -132,7 +132,6 @@ def measure(
     *,
     precision: str | None = None,
     backend: str = "xla",
-    compiler_options: dict | None = None,
 ) -> list[Worst]:
     """The worst relative RMS error of each output and gradient over the batch elements.
 
@@ -142,7 +141,6 @@ def measure(
         case.shape,
         contents,
         case.dtype,
-        compiler_options=compiler_options,
         chunk_size=case.chunk_size,
         precision=precision,
         backend=backend,
@@ -161,8 +159,6 @@ def relative_errors(
     shape: Shape,
     contents: tuple[Content, ...],
     dtype: jax.typing.DTypeLike,
-    *,
-    compiler_options: dict | None = None,
     **options: Any,
 ) -> dict[str, np.ndarray]:
     """Relative RMS error against float64 of each of ALL_NAMES, for each content [B].
@@ -182,9 +178,7 @@ def relative_errors(
         return *outputs, *pull(cotangents)
 
     arrays = [jnp.asarray(inputs[name]) for name in INPUT_NAMES]
-    results = jax.jit(run, compiler_options=compiler_options)(
-        jnp.asarray(segment_ids), tuple(map(jnp.asarray, cotangents)), *arrays
-    )
+    results = jax.jit(run)(jnp.asarray(segment_ids), tuple(map(jnp.asarray, cotangents)), *arrays)
     names = (*hard_inputs.OUTPUT_NAMES, *hard_inputs.GRADIENT_NAMES)
     got = {name: np.asarray(x) for name, x in zip(names, results, strict=True)}
     got = hard_inputs.add_decay_rate_gradient(got, inputs["g"])

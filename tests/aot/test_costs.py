@@ -24,7 +24,11 @@ LINK = 90e9
 MIB = 2**20
 
 KERNEL_CONFIGURATION = json.dumps(
-    {"flag_configs": [], "custom_call_config": {"body": "QUJD", "needs_layout_passes": True}}
+    {
+        "flag_configs": [],
+        "scoped_memory_configs": [{"memory_space": "1", "offset": "0", "size": "104857600"}],
+        "custom_call_config": {"body": "QUJD", "needs_layout_passes": True},
+    }
 )
 
 PROGRAM = f"""HloModule jit_step, is_scheduled=true
@@ -173,6 +177,7 @@ def test_a_kernel_is_known_by_its_code_and_shapes(module):
     assert kernel.operands == (("bfloat16", (512, 1024)),) * 2
     assert kernel.results == (("bfloat16", (512, 1024)),)
     assert json.loads(kernel.configuration)["custom_call_config"]["body"] == "QUJD"
+    assert kernel.vmem_limit_bytes == 100 * 2**20
     other = HloModule(PROGRAM.replace("QUJD", "QUJE"))
     assert distinct_kernels([other])[0].key != kernel.key
     plain = next(item for item in module.computations["main"] if item.name == "fusion.1")

@@ -24,8 +24,6 @@ from atomic_lib.evidence import effective_rows, read_rows, verify
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-# Little optimisation of the machine code: this test compiles more than it computes.
-QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 SECONDS = 300
 NUMBERS = ("step", "loss", "lr", "grad_norm", "ce")
 LIMIT = 1e-6
@@ -64,7 +62,7 @@ def start(root: Path, *arguments: str, devices: int = 1, **cluster: str) -> subp
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(root.parent / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICK_COMPILE}",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": os.pathsep.join(
             map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "train", HERE))
         ),

@@ -17,7 +17,7 @@ import pytest
 from atomic_kernels import accuracy, hard_inputs
 from atomic_kernels.gdn2.arithmetic import dot
 from atomic_kernels.hard_inputs import Shape
-from gdn2_cases import FAST_COMPILE, assert_close, run, small_inputs
+from gdn2_cases import assert_close, run, small_inputs
 
 QUICK = accuracy.cases_of("quick")
 
@@ -26,7 +26,7 @@ QUICK = accuracy.cases_of("quick")
 def test_hard_inputs_stay_within_the_limits(number):
     case = QUICK[number]
     contents = hard_inputs.all_contents()[number % 4 :: 4]
-    worst = accuracy.measure(case, contents, compiler_options=FAST_COMPILE)
+    worst = accuracy.measure(case, contents)
     limits = accuracy.LIMITS["bf16" if case.dtype == "bfloat16" else "f32"]
     failures = [x for x in worst if not x.error <= limits[x.name]]
     assert not failures, f"{case}: {failures}"
@@ -36,9 +36,7 @@ def test_three_passes_stay_within_their_limit():
     case = accuracy.Case(
         shape=Shape(length=80, key_size=64, value_size=32), dtype="float32", chunk_size=64
     )
-    worst = accuracy.measure(
-        case, hard_inputs.all_contents()[::3], precision="bf16x3", compiler_options=FAST_COMPILE
-    )
+    worst = accuracy.measure(case, hard_inputs.all_contents()[::3], precision="bf16x3")
     failures = [x for x in worst if not 1e-8 < x.error <= accuracy.LIMITS["bf16x3"][x.name]]
     assert not failures, failures
 

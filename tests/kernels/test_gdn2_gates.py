@@ -14,7 +14,7 @@ from atomic_kernels.gdn2 import decay_gate, gdn2_from_projections
 from atomic_kernels.gdn2.decay import Decays, local_decay_sums, local_decay_sums_gradient
 from atomic_kernels.gdn2.gates import LARGEST_EXPONENT
 from atomic_kernels.gdn2.scores import invert_unit_lower
-from gdn2_cases import FAST_COMPILE, assert_close, small_inputs
+from gdn2_cases import assert_close, small_inputs
 
 HEADS, SIZE = 2, 16
 NAMES = ("q", "k", "v", "g", "b", "w", "initial_state", "A_log", "dt_bias")
@@ -135,7 +135,7 @@ def test_projections_equal_the_composed_parts(options):
         results, pull = jax.vjp(function, *values)
         return *results, *pull((d_o, d_state))
 
-    run = jax.jit(with_gradients, static_argnums=0, compiler_options=FAST_COMPILE)
+    run = jax.jit(with_gradients, static_argnums=0)
     values = [arrays[n] for n in names]
     got = run(fused, d_o, d_state, *values)
     with jax.enable_x64(True):

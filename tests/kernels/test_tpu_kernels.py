@@ -23,7 +23,6 @@ from atomic_kernels.gdn2.gates import Projections
 from atomic_kernels.gdn2.reference import gdn2_reference
 from atomic_kernels.gdn2.tpu_step import gdn2_step_tpu
 from atomic_kernels.hard_inputs import Shape
-from gdn2_cases import FAST_COMPILE
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # no public name for `races`
 from jax.experimental.pallas import tpu as pltpu
 
@@ -144,7 +143,7 @@ def test_outputs_and_gradients_equal_the_reference(case: Case):
     segment_ids = segments(case)
     interpret = pltpu.InterpretParams(detect_races=True) if case.watched else True
     run = operation(case, segment_ids, backend="tpu", interpret=interpret)
-    compiled = jax.jit(lambda a, c: with_gradients(run, a, c), compiler_options=FAST_COMPILE)
+    compiled = jax.jit(lambda a, c: with_gradients(run, a, c))
     found = jax.block_until_ready(compiled(arrays, cotangents))
     if case.watched:
         assert not interpret_pallas_call.races.races_found
@@ -182,7 +181,7 @@ HARD = tuple(
 def test_hard_inputs_stay_within_the_limits(case: accuracy.Case):
     """Every decay, kind of keys and segments: identical keys are where one pass is not enough."""
     contents = hard_inputs.all_contents()[HARD.index(case) :: 5]
-    worst = accuracy.measure(case, contents, backend="tpu", compiler_options=FAST_COMPILE)
+    worst = accuracy.measure(case, contents, backend="tpu")
     limits = LIMITS["bf16" if case.dtype == "bfloat16" else "bf16x3"]
     failures = [x for x in worst if not x.error <= limits.get(x.name, limits["dg"])]
     assert not failures, failures

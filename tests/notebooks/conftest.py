@@ -25,12 +25,14 @@ def repository(request, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def environment(request, tmp_path_factory) -> dict[str, str]:
-    """Of the child processes: on the CPU, with one compilation cache for all of them."""
+    """Of the child processes: on the CPU, with one compilation cache for all of them, compiled as a
+    user's are."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if hasattr(request.config, "workerinput") else base
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
         "JAX_COMPILATION_CACHE_DIR": str(shared / "jax-cache"),
         "JUPYTER_PREFER_ENV_PATH": "1",
         "PYTHONPATH": "",

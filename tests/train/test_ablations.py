@@ -36,12 +36,6 @@ ABLATIONS = {
 }
 STEPS, BATCH, LENGTH = 4, 2, 16
 LEAN_MODEL = {"vocab_size": 48, "block": ("mla",)}
-# Little optimisation of the machine code: these tests compile more than they compute.
-COMPILER_OPTIONS = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
 
 
 def load(run: str) -> TrainConfig:
@@ -76,11 +70,9 @@ def test_an_ablation_trains_at_smoke_size(name):
     program = build_program(config, devices=jax.devices()[:1])
     rows = np.random.default_rng(0).integers(48, size=(BATCH, LENGTH + 1), dtype=np.int32)
     batch = program.placement.place_batch(rows)
-    state = program.start.lower().compile(compiler_options=COMPILER_OPTIONS)()
-    lowered = program.step.lower(state, batch, jnp.float32(0))
-    step, losses = lowered.compile(compiler_options=COMPILER_OPTIONS), []
+    state, losses = program.start(), []
     for _ in range(STEPS):
-        state, metrics = step(state, batch, jnp.float32(0.01))
+        state, metrics = program.step(state, batch, jnp.float32(0.01))
         assert bool(metrics["finite"])
         losses.append(float(metrics["loss"]))
     assert losses == sorted(losses, reverse=True), losses
