@@ -11,6 +11,7 @@ COMPUTE_DTYPES = ("bfloat16", "float32")
 GDN2_BACKENDS = ("auto", "xla", "reference", "tpu")
 ATTENTION_IMPLEMENTATIONS = ("auto", "chunked", "dot_product", "splash")
 DEPTH_ROUTINGS = ("xla", "tpu")
+NORMS = ("xla", "tpu")
 REMATS = ("none", "save_dots", "save_nothing")
 
 
@@ -22,6 +23,7 @@ class Execution:
     gdn2_backend: str = "auto"  # passed to atomic_kernels.gdn2
     attention: str = "auto"  # see atomic_lib.model.causal_attention
     depth_routing: str = "xla"  # "tpu" takes the kernels of atomic_kernels.depth_routing
+    norms: str = "xla"  # "tpu" takes the kernels of atomic_kernels.norms
     # What each sublayer keeps for the backward pass: all ("none" recomputed), the results of
     # matrix products, or its input only.
     remat: str = "none"
@@ -32,6 +34,7 @@ class Execution:
             ("gdn2_backend", GDN2_BACKENDS),
             ("attention", ATTENTION_IMPLEMENTATIONS),
             ("depth_routing", DEPTH_ROUTINGS),
+            ("norms", NORMS),
             ("remat", REMATS),
         ):
             value = getattr(self, key)

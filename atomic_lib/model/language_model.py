@@ -75,9 +75,9 @@ class Block(nnx.Module):
             mixer = config.mixer_of(name)
             kind: Any = FeedForward if mixer is None else MIXER_CLASSES[mixer]
             setattr(self, name, kind(config, execution))
-            setattr(self, f"{name}_norm", norm(config))
+            setattr(self, f"{name}_norm", norm(config, execution))
             if config.norm_family == "R":
-                setattr(self, f"{name}_post_norm", norm(config))
+                setattr(self, f"{name}_post_norm", norm(config, execution))
             if sources:
                 setattr(self, f"{name}_route", DepthRoute(config.hidden_size))
 
@@ -130,10 +130,10 @@ class LanguageModel(nnx.Module):
         self.execution = execution
         self.embedding = Table(config)
         if config.norm_family == "R":
-            self.embedding_norm = norm(config)
+            self.embedding_norm = norm(config, execution)
         for index in range(config.num_blocks):
             setattr(self, f"block_{index}", Block(config, index, execution))
-        self.final_norm = norm(config)
+        self.final_norm = norm(config, execution)
         if not config.tied_embedding:
             self.unembedding = Table(config)
         nnx.update(self, nest_names(initial_values(config, rngs.params())))

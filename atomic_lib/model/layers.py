@@ -6,6 +6,7 @@ Modules are made with zeros and ones; `initialise.py` says what a model starts a
 
 import jax
 import jax.numpy as jnp
+from atomic_kernels.norms import normalise
 from flax import nnx
 
 from atomic_lib.model.config import ModelConfig
@@ -38,37 +39,54 @@ def rms_normalise(x: Array, epsilon: float) -> Array:
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
 
 
+def normalise_on_tpu(
+    x: Array, scale: Array, bias: Array | None, *, group: int, centred: bool, epsilon: float
+) -> Array:
+    """`atomic_kernels.norms.normalise` of x [..., D]; no bias is a bias of zeros."""
+    bias = jnp.zeros_like(scale) if bias is None else bias
+    rows = x.reshape(-1, x.shape[-1])
+    return normalise(rows, scale, bias, group, centred, epsilon).reshape(x.shape)
+
+
 class RMSNorm(nnx.Module):
     """scale * x / sqrt(mean(x^2) + epsilon) over the last axis; size parameters."""
 
-    def __init__(self, size: int, *, epsilon: float):
-        self.epsilon = epsilon
+    def __init__(self, size: int, *, epsilon: float, implementation: str = "xla"):
+        self.epsilon, self.implementation = epsilon, implementation
         self.scale = nnx.Param(jnp.ones((size,), jnp.float32))
 
     def __call__(self, x: Array) -> Array:
         """x [..., size] -> the same shape and dtype; float32 inside."""
-        return (rms_normalise(x, self.epsilon) * self.scale[...]).astype(x.dtype)
+        scale = self.scale[...]
+        if self.implementation == "tpu":
+            return normalise_on_tpu(
+                x, scale, None, group=scale.size, centred=False, epsilon=self.epsilon
+            )
+        return (rms_normalise(x, self.epsilon) * scale).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
     """scale * (x - mean) / sqrt(variance + epsilon) + bias, last axis; 2 size parameters."""
 
-    def __init__(self, size: int, *, epsilon: float):
-        self.epsilon = epsilon
+    def __init__(self, size: int, *, epsilon: float, implementation: str = "xla"):
+        self.epsilon, self.implementation = epsilon, implementation
         self.scale = nnx.Param(jnp.ones((size,), jnp.float32))
         self.bias = nnx.Param(jnp.zeros((size,), jnp.float32))
 
     def __call__(self, x: Array) -> Array:
         """x [..., size] -> the same shape and dtype; float32 inside."""
+        scale, bias = self.scale[...], self.bias[...]
+        if self.implementation == "tpu":
+            return normalise_on_tpu(
+                x, scale, bias, group=scale.size, centred=True, epsilon=self.epsilon
+            )
         wide = x.astype(jnp.float32)
         # Two passes: the mean of squares minus the squared mean cancels when the mean is large.
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        return (rms_normalise(centred, self.epsilon) * self.scale[...] + self.bias[...]).astype(
-            x.dtype
-        )
+        return (rms_normalise(centred, self.epsilon) * scale + bias).astype(x.dtype)
 
 
-def norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+def norm(config: ModelConfig, execution: Execution) -> RMSNorm | LayerNorm:
     """Returns the norm of the configuration's family over the hidden size."""
     kind = LayerNorm if config.norm_family == "L" else RMSNorm
-    return kind(config.hidden_size, epsilon=config.norm_epsilon)
+    return kind(config.hidden_size, epsilon=config.norm_epsilon, implementation=execution.norms)

@@ -61,12 +61,15 @@ def execution_on(config: TrainConfig, platform: str) -> Execution:
     backend = config.kernel_backend
     if platform != "tpu":
         return Execution(compute_dtype=config.compute_dtype, gdn2_backend=backend)
+    # These kernels read whole lanes of 128 channels.
+    model = config.model_config
+    by_lanes = "tpu" if model.hidden_size % 128 == 0 else "xla"
     return Execution(
         compute_dtype=config.compute_dtype,
         gdn2_backend="tpu" if backend == "auto" else backend,
         attention="splash",
-        # The kernels read whole lanes of 128 channels.
-        depth_routing="xla" if config.model_config.hidden_size % 128 else "tpu",
+        depth_routing=by_lanes,
+        norms=by_lanes if model.head_dim % 128 == 0 else "xla",
     )
 
 

@@ -13,7 +13,7 @@ from atomic_lib.model.config import ModelConfig
 from atomic_lib.model.context import TokenContext
 from atomic_lib.model.execution import Execution
 from atomic_lib.model.gate_statistics import GateStatistics, gate_statistics
-from atomic_lib.model.layers import Dense, rms_normalise
+from atomic_lib.model.layers import Dense, normalise_on_tpu, rms_normalise
 
 Array = jax.Array
 
@@ -76,12 +76,18 @@ def run_recurrence(
 class HeadNorm(nnx.Module):
     """RMSNorm of each head over its own channels, with one scale a head and channel."""
 
-    def __init__(self, size: int, *, epsilon: float):
-        self.epsilon = epsilon
+    def __init__(self, size: int, *, epsilon: float, implementation: str = "xla"):
+        self.epsilon, self.implementation = epsilon, implementation
         self.scale = nnx.Param(jnp.ones((size,), jnp.float32))
 
     def __call__(self, x: Array) -> Array:
         """x [B, T, H, V] -> the same shape and dtype; float32 inside."""
+        if self.implementation == "tpu":
+            y = normalise_on_tpu(
+                x.reshape(*x.shape[:2], -1), self.scale[...], None,
+                group=x.shape[-1], centred=False, epsilon=self.epsilon,
+            )  # fmt: skip
+            return y.reshape(x.shape)
         scale = self.scale[...].reshape(x.shape[2:])
         return (rms_normalise(x, self.epsilon) * scale).astype(x.dtype)
 
@@ -109,7 +115,9 @@ class GDN2(nnx.Module):
         self.g = Dense(config.hidden_size, inner, execution)
         self.has_out_norm = config.gdn2_out_norm
         if self.has_out_norm:
-            self.out_norm = HeadNorm(inner, epsilon=config.norm_epsilon)
+            self.out_norm = HeadNorm(
+                inner, epsilon=config.norm_epsilon, implementation=execution.norms
+            )
         self.o = Dense(inner, config.hidden_size, execution)
 
     def initial_state(self, batch_size: int, max_length: int) -> GDN2State:

@@ -93,13 +93,13 @@ def _operation(projections: bool, backend: str, options: dict[str, Any]) -> Call
 
     if not projections:
         return lambda *arrays: gdn2(*arrays, backend=backend, **options)
-    names = ("A_log", "dt_bias")
-    return lambda *arrays: gdn2_from_projections(
-        *arrays[:6],
-        **dict(zip(names, arrays[6:], strict=False)),
-        backend=backend,
-        **options,
-    )
+
+    def from_projections(*arrays: Any) -> Any:
+        q, k, v, g, b, w, *parameters = arrays
+        named = dict(zip(("A_log", "dt_bias"), parameters, strict=False))
+        return gdn2_from_projections(q, k, v, g, b, w, backend=backend, **named, **options)
+
+    return from_projections
 
 
 def _gradient(

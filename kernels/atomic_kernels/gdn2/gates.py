@@ -46,8 +46,8 @@ def decay_gate(
         z = z + dt_bias.astype(dtype)
     if A_log is None:
         return decay_of_rate(z, None, lower_bound)
-    log_rate = A_log.astype(dtype)[..., None]
-    return decay_of_rate(*jnp.broadcast_arrays(z, log_rate), lower_bound)
+    z, log_rate = jnp.broadcast_arrays(z, A_log.astype(dtype)[..., None])
+    return decay_of_rate(z, log_rate, lower_bound)
 
 
 def decay_of_rate(z: Array, log_rate: Array | None, lower_bound: float | None) -> Array:

@@ -258,7 +258,9 @@ def forward(
         name="gdn2_forward",
         interpret=layout.interpret,
     )(*inputs)
-    return (*results, None, None)[:4]
+    o, state, *saved = results
+    states, inverses = saved if save else (None, None)
+    return o, state, states, inverses
 
 
 def forward_scratch(plan: Plan) -> list:
