@@ -258,8 +258,8 @@ def forward(
         name="gdn2_forward",
         interpret=layout.interpret,
     )(*inputs)
-    o, state, *saved = results
-    states, inverses = saved if save else (None, None)
+    o, state, *residuals = results
+    states, inverses = residuals if save else (None, None)
     return o, state, states, inverses
 
 
