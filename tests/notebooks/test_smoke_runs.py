@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # 07_train has the cells of 02 and 03 (see test_sources); running it too would take minutes.
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("0[0-6]_*.ipynb"))
 CELL_SECONDS = 400
-EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
+EIGHT_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 # One sequence a device; the baseline takes as many, or the two runs could not be compared. Twice
 # the smoke run's sequences need half of its steps.
 TRAINING = {"batch_size": 8, "max_steps": 30}
@@ -43,14 +43,11 @@ def test_the_smoke_run_passes_and_verifies(notebook, repository, environment):
     papermill.execute_notebook(
         notebook, prepared, parameters, prepare_only=True, progress_bar=False
     )
-    flags = [environment["XLA_FLAGS"]]
-    if name == "train_hybrid":
-        flags.append(EIGHT_DEVICES)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--nbval-lax",
          f"--nbval-cell-timeout={CELL_SECONDS}", "--nbval-kernel-name=python3", prepared.name],
         cwd=prepared.parent,
-        env=environment | {"XLA_FLAGS": " ".join(flags)},
+        env=environment | (EIGHT_DEVICES if name == "train_hybrid" else {}),
         capture_output=True,
         text=True,
         check=False,
