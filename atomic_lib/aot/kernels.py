@@ -90,8 +90,10 @@ def _vmem_limit_bytes(configuration: dict[str, Any]) -> int:
 def kernel_key(instruction: Instruction) -> str | None:
     """A name for the kernel that an instruction runs, equal for equal code; None if none."""
     configuration = _configuration(instruction)
-    if configuration is None:
-        return None
+    return None if configuration is None else _key(instruction, configuration)
+
+
+def _key(instruction: Instruction, configuration: dict[str, Any]) -> str:
     shapes = re.sub(r"\{[^{}]*\}", "", instruction.shape)
     return hashlib.sha256(f"{_code(configuration)}{shapes}".encode()).hexdigest()[:16]
 
@@ -102,8 +104,11 @@ def distinct_kernels(modules: Iterable[HloModule]) -> tuple[Kernel, ...]:
     for module in modules:
         for item in module.work():
             instruction = item.instruction
-            key, configuration = kernel_key(instruction), _configuration(instruction)
-            if key is None or configuration is None or key in found:
+            configuration = _configuration(instruction)
+            if configuration is None:
+                continue
+            key = _key(instruction, configuration)
+            if key in found:
                 continue
             layouts = instruction.attribute(
                 r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}"

@@ -135,8 +135,8 @@ class Compiled:
 def time_in_turns(calls: Mapping[str, Callable], repeats: int) -> dict[str, list[float]]:
     """Milliseconds of each call, `repeats` times, the calls taking turns.
 
-    Before each timed call is one that is not timed: the first call after another program's finds
-    its memory returned to the system (after atomic-ops', 565 ms for 390).
+    Before each timed call is one that is not timed: a program's first call after another's is
+    slower, and turns would charge the same program for it each time.
     """
     milliseconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):

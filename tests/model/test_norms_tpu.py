@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 from atomic_kernels.norms import normalise
 
+from atomic_lib.model import layers
+from atomic_lib.model.mixers.gdn2 import HeadNorm
+
 ROWS, SIZE = 300, 256  # no tile divides the rows
 EPSILON = 1e-6
 LIMITS = {"float32": 1e-5, "bfloat16": 4e-3}
@@ -47,6 +50,26 @@ def test_norms_and_their_gradients_match_float64(group, centred, mean, dtype):
         got, want = np.asarray(got, np.float64), np.asarray(want)
         error = np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2))
         assert error <= LIMITS[dtype], f"{name}: relative RMS {error:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "shape"),
+    [(layers.LayerNorm, 256, (2, 9, 256)), (layers.RMSNorm, 256, (2, 9, 256)),
+     (HeadNorm, 256, (2, 9, 2, 128))],
+)  # fmt: skip
+def test_a_models_norms_are_the_same_function_either_way(kind, size, shape, monkeypatch):
+    monkeypatch.setattr(layers, "normalise", lambda *arguments: normalise(*arguments, True))
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(3.0 + rng.normal(size=shape), jnp.float32)
+    results = []
+    for implementation in ("xla", "tpu"):
+        module = kind(size, epsilon=EPSILON, implementation=implementation)
+        module.scale[...] = jnp.linspace(0.5, 2.0, size)
+        if kind is layers.LayerNorm:
+            module.bias[...] = jnp.linspace(-1.0, 1.0, size)
+        results.append(module(x))
+    assert results[1].shape == shape
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_group_that_is_no_number_of_lanes_is_refused():

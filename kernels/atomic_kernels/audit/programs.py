@@ -74,6 +74,25 @@ def training(**shape_and_options: Any) -> Program:
     return _gradient(lambda *arrays: operation(*arrays)[0], arguments, arguments[2])
 
 
+def norm_training(
+    *, N: int = 8192, D: int = 1024, group: int = 1024, centred: bool = True
+) -> Program:
+    """Our norm forward and backward: y, then the gradients of x, scale and bias."""
+    from atomic_kernels.norms import normalise
+
+    rows = jax.ShapeDtypeStruct((N, D), jnp.bfloat16)
+    vector = jax.ShapeDtypeStruct((D,), jnp.float32)
+
+    def program(x: Any, scale: Any, bias: Any, weight: Any) -> Any:
+        def output(*arrays: Any) -> Any:
+            return normalise(*arrays, group, centred, 1e-6)
+
+        y, pullback = jax.vjp(output, x, scale, bias)
+        return y, *pullback(weight)
+
+    return program, (rows, vector, vector, rows)
+
+
 def decode_step(
     *, B: int = 64, H: int = 6, K: int = 128, V: int = 128, dtype: str = "bfloat16"
 ) -> Program:

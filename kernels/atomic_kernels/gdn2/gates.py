@@ -53,7 +53,7 @@ def decay_gate(
 def decay_of_rate(z: Array, log_rate: Array | None, lower_bound: float | None) -> Array:
     """-exp(log_rate) softplus(z), or lower_bound sigmoid(exp(log_rate) z); shapes are equal.
 
-    log_rate None is 0, at a third of the cost.
+    log_rate None stands for 0, without the exponential.
     """
     if lower_bound is None:
         return -_softplus(z) if log_rate is None else _unbounded_decay(z, log_rate)

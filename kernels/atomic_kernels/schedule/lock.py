@@ -58,7 +58,22 @@ LOCKED_CASES: dict[str, LockedCase] = {
             "projections": True,
         },
     ),
+    "layer_decay_parameters_training": LockedCase(
+        program="training",
+        arguments={
+            "B": 4,
+            "T": 2048,
+            "H": 8,
+            "decay_dtype": "bfloat16",
+            "projections": True,
+            "decay_parameters": True,
+        },
+    ),
     "bf16_decode_step": LockedCase(program="decode_step"),
+    "layer_norm_training": LockedCase(program="norm_training"),
+    "head_norm_training": LockedCase(
+        program="norm_training", arguments={"group": 128, "centred": False}
+    ),
 }
 
 
