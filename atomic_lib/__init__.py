@@ -14,5 +14,13 @@ The notebooks are the interface; this package holds what their cells call. One s
     kaggle      what Kaggle's own command uploads
     notebook    tables and figures for the cells; run starts a notebook without a browser
 
-Nothing is imported here, so that `import atomic_lib.config` stays free of JAX.
+A repository's own kernels are used without being installed. Nothing else happens here, so that
+`import atomic_lib.config` stays free of JAX.
 """
+
+import sys
+from pathlib import Path
+
+_KERNELS = Path(__file__).resolve().parents[1] / "kernels"
+if _KERNELS.is_dir() and str(_KERNELS) not in sys.path:
+    sys.path.insert(0, str(_KERNELS))

@@ -32,7 +32,7 @@ _places += [*attached.glob("*"), *attached.glob("datasets/*/*")]
 root = next((place for place in _places if (place / "atomic_lib" / "__init__.py").is_file()), None)
 if root is None:
     raise FileNotFoundError(f"no atomic_lib at, above or just below {here}: clone or attach it")
-sys.path[:0] = [str(root), str(root / "kernels")]
+sys.path[:0] = [str(root)]
 from atomic_lib.notebook import Session
 
 session = Session.begin(root)

@@ -2,7 +2,6 @@
 """`python -m atomic_lib.hosts train/<run>`: one process of a training run."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from atomic_lib.hosts.job import run_training
@@ -18,5 +17,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "kernels")]
     main()

@@ -36,7 +36,7 @@ def child_environment(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
         environment.setdefault("JAX_PLATFORMS", "cpu")
     # A kernel named python3 in the user's home may belong to another Python: ours comes first.
     environment.setdefault("JUPYTER_PREFER_ENV_PATH", "1")
-    paths = [str(job.root), str(job.root / "kernels"), inherited.get("PYTHONPATH", "")]
+    paths = [str(job.root), inherited.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return environment
 

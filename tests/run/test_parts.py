@@ -146,9 +146,7 @@ def test_jax_platform_of_the_kernel(tmp_path, monkeypatch, present, inherited, e
 
 def test_kernel_finds_the_packages_before_inherited_paths(tmp_path: Path):
     environment = child_environment(job_at(tmp_path), {"PYTHONPATH": "/other", "HOME": "/h"})
-    assert environment["PYTHONPATH"].split(os.pathsep) == [
-        str(tmp_path), str(tmp_path / "kernels"), "/other",
-    ]  # fmt: skip
+    assert environment["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), "/other"]
     assert environment["HOME"] == "/h"
 
 

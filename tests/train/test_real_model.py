@@ -30,7 +30,7 @@ def launch(tmp_path_factory):
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(base / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(SCRIPT.parent)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(SCRIPT.parent)]),
     }
 
     def run(name, *kill):

@@ -30,7 +30,7 @@ def run_on_eight_devices(script, *arguments):
         **os.environ,
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(HERE)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
     }
     command = [sys.executable, str(HERE / script), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
