@@ -3,11 +3,19 @@
 
 import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import papermill
 import pytest
+import yaml
+
+from atomic_lib.evidence import verify
 
 PARTS = ("atomic_lib", "kernels", "notebooks", "params", "requirements.txt")
+CELL_SECONDS = 400
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +45,35 @@ def environment(request, tmp_path_factory) -> dict[str, str]:
         "JUPYTER_PREFER_ENV_PATH": "1",
         "PYTHONPATH": "",
     }
+
+
+@pytest.fixture(scope="session")
+def run_smoke(repository, environment) -> Callable[..., Path]:
+    """run_smoke(name, xla_flags="", **changed): the notebook's smoke run, in nbval, has passed and
+    verifies; returns its run folder.
+
+    nbval executes the very cells that a person runs, in the notebook's own folder, after papermill
+    has put in the smoke parameters (nbval itself runs a notebook's defaults).
+    """
+
+    def run(name: str, xla_flags: str = "", **changed) -> Path:
+        (prepared,) = (repository / "notebooks").glob(f"0?_{name}.ipynb")
+        parameters = yaml.safe_load((repository / "params" / name / "smoke.yaml").read_text())
+        papermill.execute_notebook(
+            prepared, prepared, parameters | changed, prepare_only=True, progress_bar=False
+        )
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--nbval-lax",
+             f"--nbval-cell-timeout={CELL_SECONDS}", "--nbval-kernel-name=python3", prepared.name],
+            cwd=prepared.parent,
+            env=environment | {"XLA_FLAGS": xla_flags},
+            capture_output=True,
+            text=True,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-6000:]
+        folder = repository / "outputs" / f"{name}-smoke"
+        assert verify(folder) == []
+        return folder
+
+    return run

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Protects: a run whose kernel is killed is refused, and run again it gives the same metrics.
+"""Protects: the way from text to a comparison of two trained models, and a run killed on it.
 
-The oracle is an uninterrupted run with the same parameters: every loss, rate and gradient norm of
-the resumed run must equal it exactly, on the same machine.
+The evidence is judged by `verify`, which shares no code with what wrote it. The hybrid trains on
+eight fake devices, so that the mesh of a v5e-8 is exercised too. 07_train has the cells of 02 and
+03 (see test_sources). The oracle of the killed run is the Baseline's smoke run: every loss, rate
+and gradient norm of the resumed run must equal it exactly, on the same machine.
 """
 
 import json
@@ -17,20 +19,57 @@ import yaml
 
 from atomic_lib.evidence import effective_rows, read_rows, verify
 
+# Sequences for eight devices, one each, and as many in every run, or they could not be compared.
+TRAINING = {"batch_size": 8, "max_steps": 20, "warmup_steps": 4, "eval_every": 10}
+# A run must end below this fraction of its loss before the first step.
+CLEARLY_BELOW = 0.9
 KILL_AFTER_STEP = 6
 PATIENCE_SECONDS = 300
-# The program of test_smoke_runs, so that the compilation cache serves both.
-CHANGED = {"batch_size": 8, "max_steps": 16, "warmup_steps": 4, "eval_every": 8,
-           "checkpoint_seconds": 1.0}  # fmt: skip
 EXACT = {"train": ("loss", "lr", "grad_norm"), "eval": ("ce", "bpb_est", "bpb_exact")}
 
 pytestmark = [pytest.mark.notebook, pytest.mark.timeout(1200)]
 
 
+def assert_it_learned(folder, devices):
+    losses = [
+        row["ce"]
+        for row in effective_rows(read_rows(folder / "metrics.jsonl"))
+        if row["kind"] == "eval"
+    ]
+    assert losses[-1] < CLEARLY_BELOW * losses[0]
+    used = json.loads((folder / "manifest.json").read_text())["devices"]
+    assert len(used["devices"]) == devices
+
+
+@pytest.fixture(scope="module")
+def baseline(run_smoke):
+    return run_smoke("train_baseline", **TRAINING)
+
+
+@pytest.fixture(scope="module")
+def hybrid(run_smoke):
+    eight = "--xla_force_host_platform_device_count=8"
+    return run_smoke("train_hybrid", xla_flags=eight, **TRAINING)
+
+
+def test_the_baseline_learns(baseline):
+    assert_it_learned(baseline, devices=1)
+
+
+def test_the_hybrid_learns_on_eight_devices(hybrid):
+    assert_it_learned(hybrid, devices=8)
+
+
+def test_both_are_exported_evaluated_and_compared(baseline, hybrid, run_smoke):
+    for name in ("export", "evaluate", "compare"):
+        run_smoke(name)
+
+
 def start_runner(repository, environment, run):
     folder = repository / "params" / "train_baseline"
     parameters = yaml.safe_load((folder / "smoke.yaml").read_text())
-    (folder / f"{run}.yaml").write_text(yaml.safe_dump({**parameters, "run": run, **CHANGED}))
+    changed = {"run": run, "checkpoint_seconds": 1.0, **TRAINING}
+    (folder / f"{run}.yaml").write_text(yaml.safe_dump({**parameters, **changed}))
     return subprocess.Popen(
         [sys.executable, "-m", "atomic_lib.run", f"train_baseline/{run}"],
         cwd=repository,
@@ -57,14 +96,8 @@ def figures(folder):
     ]
 
 
-def test_a_killed_run_is_refused_and_resumes_to_the_same_metrics(repository, environment):
-    whole, killed = (
-        repository / "outputs" / f"train_baseline-{run}" for run in ("whole", "killed")
-    )
-    runner = start_runner(repository, environment, "whole")
-    shown, _ = runner.communicate()
-    assert runner.returncode == 0, shown
-
+def test_a_killed_run_is_refused_and_resumes_to_the_same_metrics(baseline, repository, environment):
+    killed = repository / "outputs" / "train_baseline-killed"
     runner = start_runner(repository, environment, "killed")
 
     def has_a_checkpoint_and_more_steps():
@@ -86,4 +119,4 @@ def test_a_killed_run_is_refused_and_resumes_to_the_same_metrics(repository, env
     assert verify(killed) == []
     events = [r["event"] for r in read_rows(killed / "metrics.jsonl") if r["kind"] == "event"]
     assert "resume" in events
-    assert figures(killed) == figures(whole)
+    assert figures(killed) == figures(baseline)
