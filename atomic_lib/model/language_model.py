@@ -20,7 +20,7 @@ from atomic_lib.model.execution import DEFAULT_EXECUTION, Execution
 from atomic_lib.model.feed_forward import FeedForward
 from atomic_lib.model.gate_statistics import GateStatistics, stack_statistics
 from atomic_lib.model.initialise import initial_values
-from atomic_lib.model.layers import norm
+from atomic_lib.model.layers import Norm, norm
 from atomic_lib.model.mixers import MIXER_CLASSES
 from atomic_lib.model.names import nest_names
 from atomic_lib.model.routing import DepthLedger, DepthRoute, block_summary
@@ -82,21 +82,34 @@ class Block(nnx.Module):
                 setattr(self, f"{name}_route", DepthRoute(config.hidden_size))
 
     def sublayer(
-        self, name: str, x: Array, read: Array | None, context: TokenContext, state: Any,
-        dropout: Dropout,
-    ) -> tuple[Array, Any, GateStatistics | None]:  # fmt: skip
-        """Returns (delta [B, T, D], new state, gate statistics); x, read [B, T, D]."""
-        if read is not None:
-            x = read if self.replaces else x + read
-        x = getattr(self, f"{name}_norm")(x)
+        self, name: str, x: Array, delta: Array | None, read: Array | None, context: TokenContext,
+        state: Any, dropout: Dropout,
+    ) -> tuple[Array, Array, Any, GateStatistics | None]:  # fmt: skip
+        """Returns (residual stream, its next delta, new state, gate statistics).
+
+        x, delta, read and both results [B, T, D]: the stream is x + delta, where delta is what the
+        sublayer before this one gave (None before the first).
+        """
+        x, normal = self._normalised(getattr(self, f"{name}_norm"), x, delta, read)
         module = getattr(self, name)
         if isinstance(module, FeedForward):
-            y = module(x, dropout_rate=dropout.rate, dropout_keys=dropout.keys)
+            y = module(normal, dropout_rate=dropout.rate, dropout_keys=dropout.keys)
             state, statistics = None, None
         else:
-            y, state, statistics = module(x, context, state)
+            y, state, statistics = module(normal, context, state)
         post_norm = getattr(self, f"{name}_post_norm", None)
-        return (y if post_norm is None else post_norm(y)), state, statistics
+        return x, (y if post_norm is None else post_norm(y)), state, statistics
+
+    def _normalised(
+        self, norm: Norm, x: Array, delta: Array | None, read: Array | None
+    ) -> tuple[Array, Array]:
+        """The residual stream, and the normalised input of the sublayer that reads it."""
+        if delta is not None and not self.replaces:
+            return norm.after_sum(x, delta, read)
+        stream = x if delta is None else x + delta
+        if read is None:
+            return stream, norm(stream)
+        return stream, norm(read if self.replaces else stream + read)
 
 
 _REMAT_POLICIES = {
@@ -195,7 +208,6 @@ class LanguageModel(nnx.Module):
             self._embed(tokens), context, None if state is None else state.mixers,
             Dropout(dropout_rate, dropout_keys),
         )  # fmt: skip
-        hidden = self.final_norm(hidden)
         if placement is not None:
             hidden = jnp.take_along_axis(hidden, placement.back[:, :, None], axis=1)
         if start is None:
@@ -228,8 +240,9 @@ class LanguageModel(nnx.Module):
     def _run_blocks(
         self, x: Array, context: TokenContext, states: dict[str, Any] | None, dropout: Dropout
     ) -> tuple[Array, dict[str, Any], GateStatistics | None]:
-        """Returns the residual stream after all blocks, the mixers' new states, their gates."""
+        """Returns the final norm of the residual stream, the mixers' new states, their gates."""
         ledger = self._open_ledger()
+        delta: Any = None  # what the last sublayer gave, not yet in x
         statistics: list[GateStatistics] = []
         new_states: dict[str, Any] = {}
         for index in range(self.config.num_blocks):
@@ -237,7 +250,7 @@ class LanguageModel(nnx.Module):
             for slot, name in enumerate(self.config.sublayers):
                 path = f"block_{index}/{name}"
                 x, delta, new_state, gates = self._step(
-                    partial(block.sublayer, name), x, ledger.read((index, slot)), context,
+                    partial(block.sublayer, name), x, delta, ledger.read((index, slot)), context,
                     None if states is None else states.get(path),
                     dropout.of_sublayer(index * len(self.config.sublayers) + slot),
                 )  # fmt: skip
@@ -245,25 +258,25 @@ class LanguageModel(nnx.Module):
                     statistics.append(gates)
                 if new_state is not None:
                     new_states[path] = new_state
-                ledger.add(Source(index, slot), delta)
+                delta = ledger.add(Source(index, slot), delta)
                 if self.config.routing_summary_ffn or name.startswith("mixer"):
                     deltas.append(delta)
             if self.config.depth_plan.consumers(Source(index)):
                 ledger.add(Source(index), block_summary(deltas))
-        return x, new_states, stack_statistics(statistics)
+        _, hidden = self.final_norm.after_sum(x, delta, None)
+        return hidden, new_states, stack_statistics(statistics)
 
-    def _step(self, sublayer, x, read, context, state, dropout):
+    def _step(self, sublayer, x, delta, read, context, state, dropout):
         """Runs one sublayer under the execution's rule for what the backward pass keeps."""
         policy = _REMAT_POLICIES.get(self.execution.remat)
         if policy is None:
-            delta, state, gates = sublayer(x, read, context, state, dropout)
-        else:
-            # The rate is a Python number that decides what is traced, so it stays outside.
-            def run(x, read, state, keys):
-                return sublayer(x, read, context, state, Dropout(dropout.rate, keys))
+            return sublayer(x, delta, read, context, state, dropout)
 
-            delta, state, gates = jax.checkpoint(run, policy=policy)(x, read, state, dropout.keys)
-        return x + delta, delta, state, gates
+        # The rate is a Python number that decides what is traced, so it stays outside.
+        def run(x, delta, read, state, keys):
+            return sublayer(x, delta, read, context, state, Dropout(dropout.rate, keys))
+
+        return jax.checkpoint(run, policy=policy)(x, delta, read, state, dropout.keys)
 
     def _open_ledger(self) -> DepthLedger | TpuDepthLedger:
         plan = self.config.depth_plan

@@ -7,13 +7,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from atomic_kernels.gdn2 import gdn2_from_projections
+from atomic_kernels.norms import normalise
 from flax import nnx
 
 from atomic_lib.model.config import ModelConfig
 from atomic_lib.model.context import TokenContext
 from atomic_lib.model.execution import Execution
 from atomic_lib.model.gate_statistics import GateStatistics, gate_statistics
-from atomic_lib.model.layers import Dense, normalise_on_tpu, rms_normalise
+from atomic_lib.model.layers import Dense, rms_normalise
 
 Array = jax.Array
 
@@ -82,13 +83,13 @@ class HeadNorm(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """x [B, T, H, V] -> the same shape and dtype; float32 inside."""
+        scale = self.scale[...]
         if self.implementation == "tpu":
-            y = normalise_on_tpu(
-                x.reshape(*x.shape[:2], -1), self.scale[...], None,
-                group=x.shape[-1], centred=False, epsilon=self.epsilon,
-            )  # fmt: skip
+            rows = x.reshape(-1, scale.size)
+            no_bias = jnp.zeros_like(scale)
+            y = normalise(rows, scale, no_bias, x.shape[-1], False, self.epsilon)
             return y.reshape(x.shape)
-        scale = self.scale[...].reshape(x.shape[2:])
+        scale = scale.reshape(x.shape[2:])
         return (rms_normalise(x, self.epsilon) * scale).astype(x.dtype)
 
 
@@ -129,13 +130,11 @@ class GDN2(nnx.Module):
         self, x: Array, context: TokenContext, state: GDN2State | None
     ) -> tuple[Array, GDN2State | None, GateStatistics]:
         """x [B, T, D] -> (y [B, T, D], new state, statistics of the gates)."""
-        # [B, T, H, K] each
-        q, k, v, w, b, g = (
-            split_heads(project(x), self.heads)
-            for project in (self.q, self.k, self.v, self.w, self.b, self.g)
-        )
+        b, w = self.b(x), self.w(x)  # [B, T, H K] each
+        q, k, v, g = (split_heads(p(x), self.heads) for p in (self.q, self.k, self.v, self.g))
         statistics = gate_statistics(g, b, w)
-        w, b, g = (close_on_padding(gate, context.valid) for gate in (w, b, g))
+        b, w = split_heads(b, self.heads), split_heads(w, self.heads)  # [B, T, H, K] each
+        g, b, w = (close_on_padding(gate, context.valid) for gate in (g, b, w))
         o, memory = run_recurrence(
             q, k, v, g, b, w,
             initial_state=None if state is None else state.memory,

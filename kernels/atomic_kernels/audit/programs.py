@@ -75,22 +75,31 @@ def training(**shape_and_options: Any) -> Program:
 
 
 def norm_training(
-    *, N: int = 8192, D: int = 1024, group: int = 1024, centred: bool = True
+    *, N: int = 8192, D: int = 1024, group: int = 1024, centred: bool = True, summands: int = 1
 ) -> Program:
-    """Our norm forward and backward: y, then the gradients of x, scale and bias."""
-    from atomic_kernels.norms import normalise
+    """Our norm forward and backward: its outputs, then the gradients of every array.
+
+    summands: 1 (x), 2 (x + delta) or 3 (x + delta + read).
+    """
+    from atomic_kernels.norms import add_and_normalise, normalise
 
     rows = jax.ShapeDtypeStruct((N, D), jnp.bfloat16)
     vector = jax.ShapeDtypeStruct((D,), jnp.float32)
+    options = (group, centred, 1e-6)
+    outputs = 1 if summands == 1 else 2
 
-    def program(x: Any, scale: Any, bias: Any, weight: Any) -> Any:
-        def output(*arrays: Any) -> Any:
-            return normalise(*arrays, group, centred, 1e-6)
+    def operation(*arrays: Any) -> tuple[Any, ...]:
+        *terms, scale, bias = arrays
+        if summands == 1:
+            return (normalise(*terms, scale, bias, *options),)
+        x, delta, *reads = terms
+        return add_and_normalise(x, delta, *(reads or (None,)), scale, bias, *options)
 
-        y, pullback = jax.vjp(output, x, scale, bias)
-        return y, *pullback(weight)
+    def program(*arrays: Any) -> Any:
+        values, pullback = jax.vjp(operation, *arrays[:-outputs])
+        return *values, *pullback(arrays[-outputs:])
 
-    return program, (rows, vector, vector, rows)
+    return program, (*[rows] * summands, vector, vector, *[rows] * outputs)
 
 
 def decode_step(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerNorm and RMSNorm for TPU, forward and backward in one pass each."""
+"""LayerNorm and RMSNorm for TPU, one pass each way, with the sums before them."""
 
-from atomic_kernels.norms.tpu import normalise
+from atomic_kernels.norms.tpu import add_and_normalise, normalise
 
-__all__ = ["normalise"]
+__all__ = ["add_and_normalise", "normalise"]

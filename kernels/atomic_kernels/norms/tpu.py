@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerNorm and RMSNorm of groups of channels, as two Pallas TPU kernels.
+"""LayerNorm and RMSNorm of groups of channels, and the sums before them: two Pallas TPU kernels.
 
 Each group of G channels of a row x is normalised by itself; LayerNorm takes its mean away first:
 
@@ -9,9 +9,13 @@ Each group of G channels of a row x is normalised by itself; LayerNorm takes its
     dn = scale * dy      dc = rho (dn - n mean(dn * n))      dx = dc - mean(dc), or dc
     dscale = sum over rows of dy * n                         dbias = sum over rows of dy
 
-XLA makes a pass over memory of each mean and of the result. Here a row is read once and written
-once, 2 (backward 3) arrays of 2 D bytes a token; the backward keeps x alone and forms n again.
-All in float32. Sums over rows stay in vector memory, eight rows of them, until the end.
+In a residual network x is a sum, s + read with the stream s = x + delta, and the gradient of s is
+dx and what reached s by other ways.
+
+XLA makes a pass over memory of each sum, of each mean and of the result. Here a row is read once
+and written once; the backward keeps the summands alone and forms n again. All in float32, but the
+stream, which is rounded as it is stored. Sums over rows stay in vector memory, eight rows of them,
+until the end.
 """
 
 from functools import partial
@@ -46,77 +50,136 @@ def normalise(
     scale and bias [D] float32; D a multiple of group, group one of 128. Raises ValueError for other
     shapes.
     """
-    return _forward(x, scale, bias, group, centred, epsilon, interpret)
+    return _normalise_forward(x, scale, bias, group, centred, epsilon, interpret)[0]
 
 
-def _forward_rule(x, scale, bias, group, centred, epsilon, interpret):
-    return normalise(x, scale, bias, group, centred, epsilon, interpret), (x, scale)
+def _normalise_forward(x, scale, bias, group, centred, epsilon, interpret):
+    (y,) = _forward((x,), scale, bias, group, centred, epsilon, interpret)
+    return y, (x, scale)
 
 
-def _backward_rule(group, centred, epsilon, interpret, saved, d_y):
-    return _backward(*saved, d_y, group, centred, epsilon, interpret)
+def _normalise_backward(group, centred, epsilon, interpret, saved, d_y):
+    x, scale = saved
+    (d_x,), *sums = _backward((x,), scale, (d_y,), group, centred, epsilon, interpret)
+    return d_x, *sums
 
 
-normalise.defvjp(_forward_rule, _backward_rule)
+normalise.defvjp(_normalise_forward, _normalise_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def add_and_normalise(
+    x: Array,
+    delta: Array,
+    read: Array | None,
+    scale: Array,
+    bias: Array,
+    group: int,
+    centred: bool,
+    epsilon: float,
+    interpret: bool = False,
+) -> tuple[Array, Array]:
+    """The stream s = x + delta, and `normalise` of s + read (of s, if there is no read).
+
+    All [N, D] of one dtype, as both results. Raises ValueError as `normalise` does.
+    """
+    return _add_forward(x, delta, read, scale, bias, group, centred, epsilon, interpret)[0]
+
+
+def _add_forward(x, delta, read, scale, bias, group, centred, epsilon, interpret):
+    reads = () if read is None else (read,)
+    stream, y = _forward((x, delta, *reads), scale, bias, group, centred, epsilon, interpret)
+    return (stream, y), (stream, reads, scale)
+
+
+def _add_backward(group, centred, epsilon, interpret, saved, gradients):
+    stream, reads, scale = saved
+    d_stream, d_y = gradients
+    (d_x, *d_reads), *sums = _backward(
+        (stream, *reads), scale, (d_y, d_stream), group, centred, epsilon, interpret
+    )
+    return d_x, d_x, *(d_reads or (None,)), *sums
+
+
+add_and_normalise.defvjp(_add_forward, _add_backward)
 
 
 # Jitted, so that all layers of a model share one trace and one lowering.
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def _forward(x, scale, bias, group, centred, epsilon, interpret):
+def _forward(terms, scale, bias, group, centred, epsilon, interpret):
+    """(y,) of one term; (stream, y) of x, delta and perhaps read."""
+    x = terms[0]
     _refuse(x, scale, group)
     count, size = x.shape
-    x = _pad_rows(x)
+    terms = [_pad_rows(term) for term in terms]
     rows = pl.BlockSpec((TILE, size), lambda i: (i, 0))
     vector = pl.BlockSpec((1, size), lambda i: (0, 0))
-    (y,) = pallas_call_in_hbm(
-        partial(_forward_body, group=group, centred=centred, epsilon=epsilon),
-        grid=(x.shape[0] // TILE,),
-        in_specs=[rows, vector, vector],
-        out_specs=[rows],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    result = jax.ShapeDtypeStruct(terms[0].shape, x.dtype)
+    results = 1 if len(terms) == 1 else 2
+    outputs = pallas_call_in_hbm(
+        partial(_forward_body, group=group, centred=centred, epsilon=epsilon, terms=len(terms)),
+        grid=(result.shape[0] // TILE,),
+        in_specs=[*[rows] * len(terms), vector, vector],
+        out_specs=[rows] * results,
+        out_shape=[result] * results,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-        name="normalise",
+        name="normalise" if len(terms) == 1 else "add_and_normalise",
         interpret=interpret,
-    )(x, scale[None].astype(jnp.float32), bias[None].astype(jnp.float32))
-    return y[:count]
+    )(*terms, scale[None].astype(jnp.float32), bias[None].astype(jnp.float32))
+    return tuple(output[:count] for output in outputs)
 
 
-def _forward_body(x_ref, scale_ref, bias_ref, y_ref, *, group, centred, epsilon):
+def _forward_body(*refs, group, centred, epsilon, terms):
+    (x_ref, *added), (scale_ref, bias_ref, *streams, y_ref) = refs[:terms], refs[terms:]
+
     def some_rows(step, _):
         rows = _rows(step)
         for columns in _groups(x_ref.shape[1], group):
-            normal, _ = _normal(x_ref[rows, columns], centred, epsilon)  # [ROWS, G]
+            at = rows, columns
+            x = x_ref[at]
+            if added:
+                x = (_wide(x_ref, at) + _wide(added[0], at)).astype(x_ref.dtype)
+                streams[0][at] = x
+            x = _plus(x, added[1:], at)
+            normal, _ = _normal(x, centred, epsilon)  # [ROWS, G]
             y = normal * scale_ref[:, columns] + bias_ref[:, columns]
-            y_ref[rows, columns] = y.astype(y_ref.dtype)
+            y_ref[at] = y.astype(y_ref.dtype)
         return 0
 
     lax.fori_loop(0, TILE // ROWS, some_rows, 0, unroll=_unroll(x_ref.shape[1], group))
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def _backward(x, scale, d_y, group, centred, epsilon, interpret):
-    count, size = x.shape
-    padded, d_y = _pad_rows(x), _pad_rows(d_y)  # rows of zeros add nothing to the sums
+def _backward(terms, scale, gradients, group, centred, epsilon, interpret):
+    """terms (x,) or (stream, read); gradients (dy,) or (dy, what reached the stream otherwise).
+
+    Returns those of the terms, of scale and of bias."""
+    (x, *_), (count, size) = terms, terms[0].shape
+    # Rows of zeros add nothing to the sums.
+    arrays = [_pad_rows(array) for array in (*terms, *gradients)]
     rows = pl.BlockSpec((TILE, size), lambda i: (i, 0))
     vector = pl.BlockSpec((1, size), lambda i: (0, 0))
     sums = pl.BlockSpec((SUBLANES, size), lambda i: (0, 0))
     sum_shape = jax.ShapeDtypeStruct((SUBLANES, size), jnp.float32)
-    d_x, d_scale, d_bias = pallas_call_in_hbm(
-        partial(_backward_body, group=group, centred=centred, epsilon=epsilon),
-        grid=(padded.shape[0] // TILE,),
-        in_specs=[rows, vector, rows],
-        out_specs=[rows, sums, sums],
-        out_shape=[jax.ShapeDtypeStruct(padded.shape, x.dtype), sum_shape, sum_shape],
+    result = jax.ShapeDtypeStruct(arrays[0].shape, x.dtype)
+    *d_terms, d_scale, d_bias = pallas_call_in_hbm(
+        partial(_backward_body, group=group, centred=centred, epsilon=epsilon, terms=len(terms)),
+        grid=(result.shape[0] // TILE,),
+        in_specs=[vector, *[rows] * len(arrays)],
+        out_specs=[*[rows] * len(terms), sums, sums],
+        out_shape=[*[result] * len(terms), sum_shape, sum_shape],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
-        name="normalise_backward",
+        name="normalise_backward" if len(gradients) == 1 else "add_and_normalise_backward",
         interpret=interpret,
-    )(padded, scale[None].astype(jnp.float32), d_y)
-    return d_x[:count], d_scale.sum(0), d_bias.sum(0)
+    )(scale[None].astype(jnp.float32), *arrays)
+    return tuple(d_term[:count] for d_term in d_terms), d_scale.sum(0), d_bias.sum(0)
 
 
-def _backward_body(
-    x_ref, scale_ref, d_y_ref, d_x_ref, d_scale_ref, d_bias_ref, *, group, centred, epsilon
-):
+def _backward_body(scale_ref, *refs, group, centred, epsilon, terms):
+    (x_ref, *reads), gradients = refs[:terms], refs[terms : -terms - 2]
+    d_y_ref, *others = gradients
+    d_x_ref, *d_reads, d_scale_ref, d_bias_ref = refs[-terms - 2 :]
+
     @pl.when(pl.program_id(0) == 0)
     def _start():
         d_scale_ref[:] = jnp.zeros_like(d_scale_ref)
@@ -125,16 +188,19 @@ def _backward_body(
     def some_rows(step, _):
         rows = _rows(step)
         for columns in _groups(x_ref.shape[1], group):
-            normal, inverse = _normal(
-                x_ref[rows, columns], centred, epsilon
-            )  # [ROWS, G], [ROWS, 1]
-            d_y = d_y_ref[rows, columns].astype(jnp.float32)
+            at = rows, columns
+            x = _plus(x_ref[at], reads, at)
+            normal, inverse = _normal(x, centred, epsilon)  # [ROWS, G], [ROWS, 1]
+            d_y = _wide(d_y_ref, at)
             d_normal = d_y * scale_ref[:, columns]
             d_x = d_normal - normal * jnp.mean(d_normal * normal, axis=1, keepdims=True)
             if centred:
                 # mean(n) is 0, so the mean of what stands above is that of dn.
                 d_x = d_x - jnp.mean(d_normal, axis=1, keepdims=True)
-            d_x_ref[rows, columns] = (inverse * d_x).astype(d_x_ref.dtype)
+            d_x = inverse * d_x
+            for d_read in d_reads:
+                d_read[at] = d_x.astype(d_read.dtype)
+            d_x_ref[at] = _plus(d_x, others, at).astype(d_x_ref.dtype)
             d_scale_ref[:, columns] += _fold(d_y * normal)
             d_bias_ref[:, columns] += _fold(d_y)
         return 0
@@ -142,9 +208,17 @@ def _backward_body(
     lax.fori_loop(0, TILE // ROWS, some_rows, 0, unroll=_unroll(x_ref.shape[1], group))
 
 
+def _wide(ref, at) -> Array:
+    return ref[at].astype(jnp.float32)
+
+
+def _plus(x: Array, refs, at) -> Array:
+    """x and what lies at the same place of `refs`, in float32."""
+    return sum((_wide(ref, at) for ref in refs), x.astype(jnp.float32))
+
+
 def _normal(x: Array, centred: bool, epsilon: float) -> tuple[Array, Array]:
-    """n [ROWS, G] and rho [ROWS, 1] of one group, float32."""
-    x = x.astype(jnp.float32)
+    """n [ROWS, G] and rho [ROWS, 1] of one group x [ROWS, G], all float32."""
     if centred:
         x = x - jnp.mean(x, axis=1, keepdims=True)
     inverse = lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + epsilon)

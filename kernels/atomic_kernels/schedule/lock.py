@@ -71,6 +71,7 @@ LOCKED_CASES: dict[str, LockedCase] = {
     ),
     "bf16_decode_step": LockedCase(program="decode_step"),
     "layer_norm_training": LockedCase(program="norm_training"),
+    "layer_norm_of_sum_training": LockedCase(program="norm_training", arguments={"summands": 3}),
     "head_norm_training": LockedCase(
         program="norm_training", arguments={"group": 128, "centred": False}
     ),
