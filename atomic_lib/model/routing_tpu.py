@@ -3,12 +3,12 @@
 
 A site's backward pass does not add to its sources' gradients. It leaves, for each source, what
 that source will need (`Slot`), and when all sites of a source are done, one kernel reads their
-gradients once and forms the source's own. Under automatic differentiation this is arranged with
-slots that are zeros in the forward pass, where nothing uses them (the compiler removes them), and
-whose cotangents carry the three arrays back:
+gradients once, and what reached the source by other ways, and forms the source's own. Under
+automatic differentiation this is arranged with slots that are zeros in the forward pass, where
+nothing uses them (the compiler removes them), and whose cotangents carry the three arrays back:
 
-    open_slots(value, weights of its sites)  -> one slot a site       backward: kernel
-    read_slots(slots, weight, values)        -> r, forward: kernel    backward: fills the slots
+    open_slots(value, weights of its sites)  -> value, one slot a site   backward: kernel
+    read_slots(slots, weight, values)        -> r, forward: kernel       backward: fills the slots
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from atomic_kernels.depth_routing import read_sources, source_gradients
+from atomic_kernels.depth_routing import read_sources, row_products, source_gradients
 
 from atomic_lib.model.depth import DepthPlan, Source
 from atomic_lib.model.routing import SCOPE, Site
@@ -35,10 +35,11 @@ class Slot(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def open_slots(
     value: Array, weights: Array, epsilon: float, interpret: bool = False
-) -> tuple[Slot, ...]:
-    """The slots of a source [N, D] whose sites have weights [m, D]; m of them, all zeros."""
+) -> tuple[Array, tuple[Slot, ...]]:
+    """A source [N, D], for all other uses, and its slots, zeros, one for each of its sites'
+    weights [m, D]."""
     numbers = jnp.zeros(value.shape[:1], jnp.float32)
-    return (Slot(jnp.zeros_like(value), numbers, numbers),) * weights.shape[0]
+    return value, (Slot(jnp.zeros_like(value), numbers, numbers),) * weights.shape[0]
 
 
 def _open_forward(value: Array, weights: Array, epsilon: float, interpret: bool):
@@ -49,11 +50,12 @@ def _open_forward(value: Array, weights: Array, epsilon: float, interpret: bool)
 # many sources (sites): 10 kernels instead of 34 each. A jitted function keeps no name scope of its
 # caller, so the scope is inside.
 @partial(jax.jit, static_argnums=(0, 1))
-def _open_backward(epsilon: float, interpret: bool, saved, slots: tuple[Slot, ...]):
-    value, weights = saved
+def _open_backward(epsilon: float, interpret: bool, saved, gradients):
+    (value, weights), (direct, slots) = saved, gradients
     with jax.named_scope(SCOPE):
         return source_gradients(
             value,
+            direct,
             weights,
             jnp.stack([slot.share for slot in slots]),
             jnp.stack([slot.correction for slot in slots]),
@@ -90,9 +92,15 @@ def _read_kernel(weight, values, epsilon, interpret):
         return read_sources(weight, values, epsilon=epsilon, interpret=interpret)
 
 
+@partial(jax.jit, static_argnums=2)
+def _row_products(a, b, interpret):
+    with jax.named_scope(SCOPE):
+        return row_products(a, b, interpret=interpret)
+
+
 def _read_backward(epsilon, interpret, saved, d_read: Array):
     read, shares = saved
-    correction = jnp.sum(d_read.astype(jnp.float32) * read.astype(jnp.float32), axis=-1)
+    correction = _row_products(d_read, read, interpret)
     return tuple(Slot(d_read, share, correction) for share in shares), None, None
 
 
@@ -116,19 +124,20 @@ class TpuDepthLedger:
         self._values: dict[Source, Array] = {}
         self._slots: dict[tuple[Source, Site], Slot] = {}
 
-    def add(self, source: Source, value: Array) -> None:
-        """Takes a source [B, T, D] at the moment it is produced."""
+    def add(self, source: Source, value: Array) -> Array:
+        """Takes a source [B, T, D] at the moment it is produced; returns it for all other uses."""
         sites = self._plan.consumers(source)
         if not sites:
-            return
+            return value
         with jax.named_scope(SCOPE):
             rows = value.reshape(-1, value.shape[-1])  # [N, D]
             weights = jnp.stack([self._weights[site] for site in sites])
-            slots = open_slots(rows, weights, *self._options)
+            rows, slots = open_slots(rows, weights, *self._options)
         # What a site does to a source goes through its slot alone.
         self._values[source] = jax.lax.stop_gradient(value)
         for site, slot in zip(sites, slots, strict=True):
             self._slots[source, site] = slot
+        return rows.reshape(value.shape)
 
     def read(self, site: Site) -> Array | None:
         """Returns r [B, T, D] of the site (block, slot), or None where it reads nothing."""

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = sorted(set(re.findall(r"python -m (atomic_lib[\w.]*)", (ROOT / "README.md").read_text())))
+COMMANDS = sorted(
+    set(re.findall(r"python -m (atomic_lib[\w.]*)", (ROOT / "README.md").read_text()))
+)
 
 
 @pytest.mark.parametrize("module", COMMANDS)

@@ -63,9 +63,7 @@ def start(root: Path, *arguments: str, devices: int = 1, **cluster: str) -> subp
         "JAX_COMPILATION_CACHE_DIR": str(root.parent / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": os.pathsep.join(
-            map(str, (ROOT, ROOT / "tests" / "train", HERE))
-        ),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "train", HERE))),
     }
     return subprocess.Popen(
         [sys.executable, str(HERE / "one_of_many.py"), str(root), *arguments],

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from atomic_kernels.depth_routing import read_sources, source_gradients
+from atomic_kernels.depth_routing import read_sources, row_products, source_gradients
 
 from atomic_lib.model.depth import Source, plan_depth
 from atomic_lib.model.routing_tpu import TpuDepthLedger
@@ -57,24 +57,29 @@ def case(routing, dtype):
     return plan, sources, values, weights, cotangents
 
 
+def used_otherwise(values):
+    """A source's way around the routing, as the residual stream is."""
+    return sum(jnp.sum(x * jnp.roll(x, 1, -1).astype(jnp.float32)) for x in values.values())
+
+
 @pytest.mark.parametrize(("routing", "dtype"), [("hierarchical", "float32"), ("flat", "bfloat16")])
 def test_reads_and_all_gradients_match_float64(routing, dtype):
     plan, sources, values, weights, cotangents = case(routing, dtype)
 
     def through_kernels(values, weights):
         ledger = TpuDepthLedger(plan, weights, epsilon=EPSILON, interpret=True)
-        for source in sources:
-            ledger.add(source, values.get(str(source)))
+        kept = {str(source): ledger.add(source, values.get(str(source))) for source in sources}
         reads = {site: ledger.read(site) for site in cotangents}
         total = sum(jnp.sum(jnp.float32(1) * reads[s] * c) for s, c in cotangents.items())
-        return total, reads
+        return total + used_otherwise({name: kept[name] for name in values}), reads
 
     def through_formula(values, weights):
         reads = {
             (b, s): exact_read(weights[b, s], [values[str(source)] for source in plan.reads[b][s]])
             for b, s in cotangents
         }
-        return sum(jnp.sum(reads[site] * c) for site, c in cotangents.items()), reads
+        total = sum(jnp.sum(reads[site] * c) for site, c in cotangents.items())
+        return total + used_otherwise(values), reads
 
     gradients, reads = jax.jit(jax.grad(through_kernels, (0, 1), has_aux=True))(values, weights)
     with jax.enable_x64(True):
@@ -109,11 +114,18 @@ def test_zero_sources_and_padding_stay_finite():
     read, shares = read_sources(jnp.ones(SIZE), rows, epsilon=EPSILON, interpret=True)
     assert not np.any(np.asarray(read))
     d_value, d_weights = source_gradients(
-        rows[0], jnp.ones((1, SIZE)), shares[:1], jnp.zeros((1, 3)), [jnp.ones((3, SIZE))],
+        rows[0], rows[0], jnp.ones((1, SIZE)), shares[:1], jnp.zeros((1, 3)), [jnp.ones((3, SIZE))],
         epsilon=EPSILON, interpret=True,
     )  # fmt: skip
     np.testing.assert_allclose(d_value, 0.5, rtol=1e-6)
     assert np.isfinite(np.asarray(d_weights)).all()
+
+
+def test_row_products_are_those_of_float64():
+    a, b = np.random.default_rng(4).normal(size=(2, 300, SIZE)).astype(np.float32)
+    found = row_products(jnp.asarray(a), jnp.asarray(b), interpret=True)
+    wanted = np.sum(a.astype(np.float64) * b, axis=1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

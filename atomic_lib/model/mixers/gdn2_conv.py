@@ -84,12 +84,11 @@ class GDN2Conv(nnx.Module):
         q, q_tail = self.q_conv(self.q(x), tails[0], context)
         k, k_tail = self.k_conv(self.k(x), tails[1], context)
         v, v_tail = self.v_conv(self.v(x), tails[2], context)
-        q, k, v = (split_heads(part, self.heads) for part in (q, k, v))
-        gates = (self.decay_up(self.decay_down(x)), self.b(x), self.w(x))
-        # [B, T, H, K] each
-        g, b, w = (split_heads(gate, self.heads) for gate in gates)
+        g, b, w = self.decay_up(self.decay_down(x)), self.b(x), self.w(x)
+        q, k, v, g = (split_heads(part, self.heads) for part in (q, k, v, g))  # [B, T, H, K] each
         A_log, dt_bias = self.A_log[...], self.dt_bias[...].reshape(self.heads, self.head_dim)
         statistics = gate_statistics(g, b, w, A_log=A_log, dt_bias=dt_bias)
+        b, w = split_heads(b, self.heads), split_heads(w, self.heads)
         g, b, w = (close_on_padding(gate, context.valid) for gate in (g, b, w))
         o, memory = run_recurrence(
             q, k, v, g, b, w,

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two Pallas TPU kernels of depth routing: what a site reads, and what a source receives.
+"""Three Pallas TPU kernels of depth routing: what a site reads, and what a source receives.
 
 At each of N tokens a site with weight w [D] reads its n sources v_j [D]:
 
     rho_j = 1 / sqrt(mean(v_j^2) + epsilon)      s_j = rho_j (w . v_j)
     a = softmax(s)                               r = sum_j a_j v_j
 
-Each source has m sites that read it. From their dr_i, their a_i for this source, and
-c_i = dr_i . r_i:
+Each source has m sites that read it. From their dr_i, their a_i for this source,
+c_i = dr_i . r_i, and what reaches the source by other ways, dv_0:
 
     ds_i = a_i (dr_i . v - c_i)
-    dv = sum_i a_i dr_i + sum_i rho ds_i w_i - rho^2 / D (sum_i ds_i s_i) v
+    dv = dv_0 + sum_i a_i dr_i + sum_i rho ds_i w_i - rho^2 / D (sum_i ds_i s_i) v
     dw_i = sum over tokens of rho ds_i v
 
-Both kernels read every [N, D] operand once; that is what bounds them (n + 1 and m + 2 arrays of
-2 D bytes a token). Nothing is sequential over tokens but the sum of dw, which stays in VMEM.
-Arithmetic is float32; operands of the three small matrix products of `source_gradients` are rounded
-to the dtype of v. Numbers of one site and token cross between HBM and the chip as rows of a
-[8 k, N] array: as columns they would take 128 lanes each.
+The kernels read every [N, D] operand once; that is what bounds them (n + 1 arrays of 2 D bytes a
+token for a read, 2 for c, m + 3 for a source). Nothing is sequential over tokens but the sum of
+dw, which stays in VMEM. Arithmetic is float32; operands of the three small matrix products of
+`source_gradients` are rounded to the dtype of v. Numbers of one site and token cross between HBM
+and the chip as rows of a [8 k, N] array: as columns they would take 128 lanes each.
 """
 
 from collections.abc import Sequence
@@ -110,8 +110,45 @@ def _read_body(weight_ref, *refs, epsilon: float):
     shares_ref[:] = columns_ref[:].T[: shares_ref.shape[0]]  # [n, tile]
 
 
+def row_products(a: Array, b: Array, *, interpret: bool = False) -> Array:
+    """sum over D of a * b at each token: c of a site from its dr and r.
+
+    a, b [N, D] of one dtype, D a multiple of 128. Returns [N] float32. Raises ValueError for other
+    shapes.
+    """
+    _refuse([a, b], a.shape[1:])
+    tokens, size = a.shape
+    padded = [_pad_rows(x, READ_TILE) for x in (a, b)]
+    rows = padded[0].shape[0]
+    (products,) = pallas_call_in_hbm(
+        _products_body,
+        grid=(rows // READ_TILE,),
+        in_specs=[pl.BlockSpec((READ_TILE, size), lambda i: (i, 0))] * 2,
+        out_specs=[pl.BlockSpec((SUBLANES, READ_TILE), lambda i: (0, i))],
+        out_shape=[jax.ShapeDtypeStruct((SUBLANES, rows), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((READ_TILE, LANES), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        name="depth_row_products",
+        interpret=interpret,
+    )(*padded)
+    return products[0, :tokens]
+
+
+def _products_body(a_ref, b_ref, products_ref, columns_ref):
+    def some_rows(step, _):
+        rows = pl.ds(pl.multiple_of(step * ROWS, ROWS), ROWS)
+        product = a_ref[rows, :].astype(jnp.float32) * b_ref[rows, :].astype(jnp.float32)
+        column = jnp.sum(product, axis=1, keepdims=True)  # [ROWS, 1]
+        columns_ref[rows, :] = jnp.broadcast_to(column, (ROWS, LANES))
+        return 0
+
+    lax.fori_loop(0, READ_TILE // ROWS, some_rows, 0, unroll=4)
+    products_ref[:] = columns_ref[:].T[:SUBLANES]  # [8, tile], all rows alike
+
+
 def source_gradients(
     value: Array,
+    direct: Array,
     weights: Array,
     shares: Array,
     corrections: Array,
@@ -122,15 +159,17 @@ def source_gradients(
 ) -> tuple[Array, Array]:
     """The gradients of a source and of its sites' weights.
 
-    value [N, D], D a multiple of 128; for its m sites (1 to 128): weights [m, D], shares a and
-    corrections c [m, N] float32, read_gradients dr m x [N, D] of value's dtype. Returns dv [N, D]
-    in value's dtype and dw [m, D] float32. Raises ValueError for other shapes.
+    value [N, D], D a multiple of 128, and direct dv_0 like it; for its m sites (1 to 128): weights
+    [m, D], shares a and corrections c [m, N] float32, read_gradients dr m x [N, D] of value's
+    dtype. Returns dv [N, D] in value's dtype and dw [m, D] float32. Raises ValueError for other
+    shapes.
     """
     _refuse([value, *read_gradients], weights.shape[1:])
+    _refuse([value, direct], weights.shape[1:])
     tokens, size = value.shape
     count = len(read_gradients)
     tile = next(tokens for most, tokens in GRADIENT_TILES if count <= most)
-    padded = [_pad_rows(array, tile) for array in (value, *read_gradients)]
+    padded = [_pad_rows(array, tile) for array in (value, direct, *read_gradients)]
     rows = padded[0].shape[0]
     height = _round_up(count, SUBLANES)
     numbers = [
@@ -146,7 +185,7 @@ def source_gradients(
         in_specs=[
             whole,
             *[pl.BlockSpec((height, tile), lambda i: (0, i))] * 2,
-            *[array] * (1 + count),
+            *[array] * (2 + count),
         ],
         out_specs=[array, whole],
         out_shape=[
@@ -166,7 +205,9 @@ def source_gradients(
     return d_value[:tokens], d_weights[:count]
 
 
-def _gradient_body(table_ref, shares_ref, corrections_ref, value_ref, *refs, tile, epsilon):
+def _gradient_body(
+    table_ref, shares_ref, corrections_ref, value_ref, direct_ref, *refs, tile, epsilon
+):
     """One tile: score gradients and the direct share, then the share through the scores."""
     *gradient_refs, d_value_ref, d_table_ref, share_ref, correction_ref, d_score_ref, sum_ref = refs
     _as_columns(shares_ref, share_ref)
@@ -177,7 +218,7 @@ def _gradient_body(table_ref, shares_ref, corrections_ref, value_ref, *refs, til
         value = value_ref[rows, :].astype(jnp.float32)  # [ROWS, D]
         shares = share_ref[rows, :]  # [ROWS, LANES], a column a site
         lane = lax.broadcasted_iota(jnp.int32, shares.shape, 1)
-        total = jnp.zeros_like(value)
+        total = direct_ref[rows, :].astype(jnp.float32)
         products = jnp.zeros_like(shares)
         for index, gradient_ref in enumerate(gradient_refs):
             gradient = gradient_ref[rows, :].astype(jnp.float32)  # [ROWS, D]
