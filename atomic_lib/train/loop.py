@@ -88,8 +88,8 @@ class Loop:
     signals: StopSignals
     profile: ProfileWindow
     predicted_final_step: int | None = None
-    host_seconds: float = 0.0  # of the loop, waiting for the device excluded
-    loop_seconds: float = 0.0
+    loop_seconds: float = 0.0  # of all steps but the first, which compiles
+    host_seconds: float = 0.0  # of these, while the device may have had nothing to do
     _waiting: Dispatched | None = None
     _finished_at: float | None = None  # when the step before ended, if the device went straight on
     _compiled: bool = False
@@ -169,7 +169,8 @@ class Loop:
 
     def _train_one_step(self, elapsed: float) -> None:
         began = self.budget.clock()
-        if not self._compiled and self._waiting is None:
+        compiles = not self._compiled and self._waiting is None
+        if compiles:
             self.record.run.progress("compiling", 0, 0, "the training step, once a session")
         tokens = self.program.placement.place_batch(self._next_batch())
         rate = float(np.float32(self.schedule.rate(step=self.step, elapsed_seconds=elapsed)))
@@ -177,6 +178,8 @@ class Loop:
         self.state, metrics = self.program.step(self.state, tokens, np.float32(rate))
         self.step += 1
         earlier = self._waiting
+        # Unless the step before is still running now, the device has waited for this dispatch.
+        has_waited = earlier is None or earlier.metrics["loss"].is_ready()
         self._waiting = Dispatched(
             step=self.step,
             at=began,
@@ -188,8 +191,9 @@ class Loop:
         self._read_ahead()
         waited = self._collect(earlier)
         spent = self.budget.clock() - began
-        self.loop_seconds += spent
-        self.host_seconds += spent - waited
+        if not compiles:
+            self.loop_seconds += spent
+            self.host_seconds += spent - waited if has_waited else 0.0
 
     def _next_batch(self) -> np.ndarray:
         if self._batch is None or self._batch[0] != self.step:

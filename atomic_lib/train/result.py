@@ -21,7 +21,7 @@ class TrainResult:
     resumed_from_step: int | None
     skipped_steps: int
     predicted_final_step: int | None  # after the first timed steps of this session
-    host_fraction: float | None  # of the loop's time that did not wait for the device
+    host_fraction: float | None  # of the loop's time, the device may have waited for the host
     first_evaluation: dict[str, Any]
     last_evaluation: dict[str, Any]
     checkpoint: Path
