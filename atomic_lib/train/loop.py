@@ -179,7 +179,8 @@ class Loop:
         self.step += 1
         earlier = self._waiting
         # Unless the step before is still running now, the device has waited for this dispatch.
-        has_waited = earlier is None or earlier.metrics["loss"].is_ready()
+        # (jax's type stub does not know is_ready.)
+        has_waited = earlier is None or earlier.metrics["loss"].is_ready()  # type: ignore[attr-defined]
         self._waiting = Dispatched(
             step=self.step,
             at=began,
