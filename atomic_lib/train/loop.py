@@ -89,7 +89,8 @@ class Loop:
     profile: ProfileWindow
     predicted_final_step: int | None = None
     loop_seconds: float = 0.0  # of all steps but the first, which compiles
-    host_seconds: float = 0.0  # of these, while the device may have had nothing to do
+    host_seconds: float = 0.0  # of these, the host at work, mostly beside the device
+    device_wait_seconds: float = 0.0  # of these, while the device may have had nothing to do
     _waiting: Dispatched | None = None
     _finished_at: float | None = None  # when the step before ended, if the device went straight on
     _compiled: bool = False
@@ -194,7 +195,9 @@ class Loop:
         spent = self.budget.clock() - began
         if not compiles:
             self.loop_seconds += spent
-            self.host_seconds += spent - waited if has_waited else 0.0
+            self.host_seconds += spent - waited
+            if has_waited:
+                self.device_wait_seconds += spent - waited
 
     def _next_batch(self) -> np.ndarray:
         if self._batch is None or self._batch[0] != self.step:

@@ -40,7 +40,7 @@ def _say(name: str, value: str) -> None:
 
 
 def measure_overhead(steps: int, *, say: Say = _say) -> float:
-    """Trains `steps` steps by the loop and alone; returns the loop's own `host_fraction`.
+    """Trains `steps` steps by the loop and alone; returns the loop's `device_wait_fraction`.
 
     Alone means the compiled step again and again on one batch that lies on the device, waiting for
     each: what no loop can go below. It is timed before and after the loop, half of its steps each,
@@ -66,10 +66,12 @@ def measure_overhead(steps: int, *, say: Say = _say) -> float:
         alone += _step_seconds(program, rows, steps - steps // 2)
         timed = [row["step_ms"] for row in run.metrics.rows() if row.get("step_ms") is not None]
     assert result.host_fraction is not None
+    assert result.device_wait_fraction is not None
     say("step alone, median", f"{np.median(alone) * 1e3:.1f} ms")
     say("step in the loop, median", f"{np.median(timed):.1f} ms")
-    say("device waits for the host, by the loop", f"{result.host_fraction:.2%} of its time")
-    return result.host_fraction
+    say("host at work, by the loop", f"{result.host_fraction:.2%} of its time")
+    say("device waits for the host, by the loop", f"{result.device_wait_fraction:.2%} of its time")
+    return result.device_wait_fraction
 
 
 def _random_tokens(folder: Path, config: TrainConfig) -> TokenDataset:

@@ -21,7 +21,8 @@ class TrainResult:
     resumed_from_step: int | None
     skipped_steps: int
     predicted_final_step: int | None  # after the first timed steps of this session
-    host_fraction: float | None  # of the loop's time, the device may have waited for the host
+    host_fraction: float | None  # of the loop's time, the host at work, mostly beside the device
+    device_wait_fraction: float | None  # of the loop's time, the device may have waited for it
     first_evaluation: dict[str, Any]
     last_evaluation: dict[str, Any]
     checkpoint: Path
@@ -40,6 +41,7 @@ class TrainResult:
             "skipped_steps": self.skipped_steps,
             "predicted_final_step": self.predicted_final_step,
             "host_fraction": self.host_fraction,
+            "device_wait_fraction": self.device_wait_fraction,
             **({"replay": self.replay} if self.replay else {}),
         }
 

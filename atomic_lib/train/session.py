@@ -210,6 +210,9 @@ def _result(
         skipped_steps=int(jax.device_get(loop.state.skipped)),
         predicted_final_step=loop.predicted_final_step,
         host_fraction=loop.host_seconds / loop.loop_seconds if loop.loop_seconds else None,
+        device_wait_fraction=(
+            loop.device_wait_seconds / loop.loop_seconds if loop.loop_seconds else None
+        ),
         first_evaluation=evaluations[0],
         last_evaluation=evaluations[-1],
         checkpoint=loop.saved.path,
