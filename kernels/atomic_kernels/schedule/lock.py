@@ -42,32 +42,18 @@ class LockedCase:
         return f"atomic_kernels.audit.programs:{self.program}"
 
 
+LAYER = {"B": 4, "T": 2048, "H": 8}
+LAYER_PROJECTIONS = {**LAYER, "decay_dtype": "bfloat16", "projections": True}
 # (B8, T4096, H6, 128) unless said; layer is one chip's part of a 307M model's layer.
 LOCKED_CASES: dict[str, LockedCase] = {
     "bf16_forward": LockedCase(program="forward"),
     "bf16_training": LockedCase(program="training"),
     "f32_training": LockedCase(program="training", arguments={"dtype": "float32"}),
-    "layer_training": LockedCase(program="training", arguments={"B": 4, "T": 2048, "H": 8}),
-    "layer_projections_training": LockedCase(
-        program="training",
-        arguments={
-            "B": 4,
-            "T": 2048,
-            "H": 8,
-            "decay_dtype": "bfloat16",
-            "projections": True,
-        },
-    ),
+    "layer_training": LockedCase(program="training", arguments=LAYER),
+    "layer_projections_training": LockedCase(program="training", arguments=LAYER_PROJECTIONS),
     "layer_decay_parameters_training": LockedCase(
         program="training",
-        arguments={
-            "B": 4,
-            "T": 2048,
-            "H": 8,
-            "decay_dtype": "bfloat16",
-            "projections": True,
-            "decay_parameters": True,
-        },
+        arguments={**LAYER_PROJECTIONS, "decay_parameters": True},
     ),
     "bf16_decode_step": LockedCase(program="decode_step"),
     "layer_norm_training": LockedCase(program="norm_training"),
