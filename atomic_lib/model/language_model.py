@@ -246,7 +246,9 @@ class LanguageModel(nnx.Module):
         statistics: list[GateStatistics] = []
         new_states: dict[str, Any] = {}
         for index in range(self.config.num_blocks):
-            block, deltas = getattr(self, f"block_{index}"), []
+            block = getattr(self, f"block_{index}")
+            summary_is_read = bool(self.config.depth_plan.consumers(Source(index)))
+            summarised: list[Array] = []
             for slot, name in enumerate(self.config.sublayers):
                 path = f"block_{index}/{name}"
                 x, delta, new_state, gates = self._step(
@@ -258,11 +260,13 @@ class LanguageModel(nnx.Module):
                     statistics.append(gates)
                 if new_state is not None:
                     new_states[path] = new_state
-                delta = ledger.add(Source(index, slot), delta)
-                if self.config.routing_summary_ffn or name.startswith("mixer"):
-                    deltas.append(delta)
-            if self.config.depth_plan.consumers(Source(index)):
-                ledger.add(Source(index), block_summary(deltas))
+                joins_summary = summary_is_read and (
+                    self.config.routing_summary_ffn or name.startswith("mixer")
+                )
+                delta, *more = ledger.add(Source(index, slot), delta, other_uses=1 + joins_summary)
+                summarised += more
+            if summary_is_read:
+                ledger.add(Source(index), block_summary(summarised), other_uses=0)
         _, hidden = self.final_norm.after_sum(x, delta, None)
         return hidden, new_states, stack_statistics(statistics)
 

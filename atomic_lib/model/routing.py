@@ -141,18 +141,20 @@ class DepthLedger:
         self._values: dict[Source, Array] = {}
         self._scores: dict[tuple[Source, Site], Array] = {}
 
-    def add(self, source: Source, value: Array) -> Array:
-        """Takes a source [B, T, D] at the moment it is produced; returns it for all other uses."""
+    def add(self, source: Source, value: Array, *, other_uses: int) -> tuple[Array, ...]:
+        """Takes a source [B, T, D] at the moment it is produced; returns it once for each use that
+        is not a read."""
+        kept = (value,) * other_uses
         sites = self._plan.consumers(source)
         if not sites:
-            return value
+            return kept
         self._values[source] = value
         with jax.named_scope(SCOPE):
             stacked = jnp.stack([self._weights[site] for site in sites])
             scores = source_scores(value, stacked, self._epsilon)
             for index, site in enumerate(sites):
                 self._scores[source, site] = scores[index]
-        return value
+        return kept
 
     def read(self, site: Site) -> Array | None:
         """Returns r [B, T, D] of the site (block, slot), or None where it reads nothing."""

@@ -3,11 +3,11 @@
 
 A site's backward pass does not add to its sources' gradients. It leaves, for each source, what
 that source will need (`Slot`), and when all sites of a source are done, one kernel reads their
-gradients once, and what reached the source by other ways, and forms the source's own. Under
+gradients once, and what reached the source by each other way, and forms the source's own. Under
 automatic differentiation this is arranged with slots that are zeros in the forward pass, where
 nothing uses them (the compiler removes them), and whose cotangents carry the three arrays back:
 
-    open_slots(value, weights of its sites)  -> value, one slot a site   backward: kernel
+    open_slots(value, weights of its sites)  -> values, one slot a site  backward: kernel
     read_slots(slots, weight, values)        -> r, forward: kernel       backward: fills the slots
 """
 
@@ -32,25 +32,27 @@ class Slot(NamedTuple):
     correction: Array  # [N] float32, dr . r
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def open_slots(
-    value: Array, weights: Array, epsilon: float, interpret: bool = False
-) -> tuple[Array, tuple[Slot, ...]]:
-    """A source [N, D], for all other uses, and its slots, zeros, one for each of its sites'
-    weights [m, D]."""
+    value: Array, weights: Array, other_uses: int, epsilon: float, interpret: bool = False
+) -> tuple[tuple[Array, ...], tuple[Slot, ...]]:
+    """A source [N, D] once for each use that is not a read, and its slots, zeros, one for each of
+    its sites' weights [m, D]."""
     numbers = jnp.zeros(value.shape[:1], jnp.float32)
-    return value, (Slot(jnp.zeros_like(value), numbers, numbers),) * weights.shape[0]
+    slot = Slot(jnp.zeros_like(value), numbers, numbers)
+    return (value,) * other_uses, (slot,) * weights.shape[0]
 
 
-def _open_forward(value: Array, weights: Array, epsilon: float, interpret: bool):
-    return open_slots(value, weights, epsilon, interpret), (value, weights)
+def _open_forward(value: Array, weights: Array, other_uses: int, epsilon: float, interpret: bool):
+    return open_slots(value, weights, other_uses, epsilon, interpret), (value, weights)
 
 
 # The two jitted functions below are traced and lowered once for all sites (sources) with equally
-# many sources (sites): 10 kernels instead of 34 each. A jitted function keeps no name scope of its
-# caller, so the scope is inside.
-@partial(jax.jit, static_argnums=(0, 1))
-def _open_backward(epsilon: float, interpret: bool, saved, gradients):
+# many sources (sites): about ten kernels instead of 34 each. A jitted function keeps no name scope
+# of its caller, so the scope is inside.
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _open_backward(other_uses: int, epsilon: float, interpret: bool, saved, gradients):
+    del other_uses
     (value, weights), (direct, slots) = saved, gradients
     with jax.named_scope(SCOPE):
         return source_gradients(
@@ -124,20 +126,21 @@ class TpuDepthLedger:
         self._values: dict[Source, Array] = {}
         self._slots: dict[tuple[Source, Site], Slot] = {}
 
-    def add(self, source: Source, value: Array) -> Array:
-        """Takes a source [B, T, D] at the moment it is produced; returns it for all other uses."""
+    def add(self, source: Source, value: Array, *, other_uses: int) -> tuple[Array, ...]:
+        """Takes a source [B, T, D] at the moment it is produced; returns it once for each use that
+        is not a read."""
         sites = self._plan.consumers(source)
         if not sites:
-            return value
+            return (value,) * other_uses
         with jax.named_scope(SCOPE):
             rows = value.reshape(-1, value.shape[-1])  # [N, D]
             weights = jnp.stack([self._weights[site] for site in sites])
-            rows, slots = open_slots(rows, weights, *self._options)
+            kept, slots = open_slots(rows, weights, other_uses, *self._options)
         # What a site does to a source goes through its slot alone.
         self._values[source] = jax.lax.stop_gradient(value)
         for site, slot in zip(sites, slots, strict=True):
             self._slots[source, site] = slot
-        return rows.reshape(value.shape)
+        return tuple(rows.reshape(value.shape) for rows in kept)
 
     def read(self, site: Site) -> Array | None:
         """Returns r [B, T, D] of the site (block, slot), or None where it reads nothing."""

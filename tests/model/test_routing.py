@@ -70,9 +70,9 @@ def package_stack(parameters, x):
             read = ledger.read((block, slot))
             y = jnp.tanh((x if read is None else x + read) @ parameters["weights"][block, slot])
             x = x + y
-            ledger.add(Source(block, slot), y)
+            ledger.add(Source(block, slot), y, other_uses=0)
             deltas.append(y)
-        ledger.add(Source(block), block_summary(deltas))
+        ledger.add(Source(block), block_summary(deltas), other_uses=0)
     return x
 
 

@@ -58,20 +58,31 @@ def case(routing, dtype):
 
 
 def used_otherwise(values):
-    """A source's way around the routing, as the residual stream is."""
-    return sum(jnp.sum(x * jnp.roll(x, 1, -1).astype(jnp.float32)) for x in values.values())
+    """A source's ways around the routing, as the residual stream and its block's summary are."""
+    return sum(
+        jnp.sum(x * jnp.roll(x, 1 + way, -1).astype(jnp.float32))
+        for uses in values.values()
+        for way, x in enumerate(uses)
+    )
 
 
-@pytest.mark.parametrize(("routing", "dtype"), [("hierarchical", "float32"), ("flat", "bfloat16")])
-def test_reads_and_all_gradients_match_float64(routing, dtype):
+@pytest.mark.parametrize(
+    ("routing", "dtype", "other_uses"),
+    [("hierarchical", "float32", 2), ("hierarchical", "float32", 0), ("flat", "bfloat16", 1)],
+)
+def test_reads_and_all_gradients_match_float64(routing, dtype, other_uses):
     plan, sources, values, weights, cotangents = case(routing, dtype)
 
     def through_kernels(values, weights):
         ledger = TpuDepthLedger(plan, weights, epsilon=EPSILON, interpret=True)
-        kept = {str(source): ledger.add(source, values.get(str(source))) for source in sources}
+        kept = {
+            str(source): ledger.add(source, values[str(source)], other_uses=other_uses)
+            for source in sources
+            if str(source) in values
+        }
         reads = {site: ledger.read(site) for site in cotangents}
         total = sum(jnp.sum(jnp.float32(1) * reads[s] * c) for s, c in cotangents.items())
-        return total + used_otherwise({name: kept[name] for name in values}), reads
+        return total + used_otherwise(kept), reads
 
     def through_formula(values, weights):
         reads = {
@@ -79,7 +90,8 @@ def test_reads_and_all_gradients_match_float64(routing, dtype):
             for b, s in cotangents
         }
         total = sum(jnp.sum(reads[site] * c) for site, c in cotangents.items())
-        return total + used_otherwise(values), reads
+        uses = {name: (value,) * other_uses for name, value in values.items()}
+        return total + used_otherwise(uses), reads
 
     gradients, reads = jax.jit(jax.grad(through_kernels, (0, 1), has_aux=True))(values, weights)
     with jax.enable_x64(True):
@@ -114,8 +126,8 @@ def test_zero_sources_and_padding_stay_finite():
     read, shares = read_sources(jnp.ones(SIZE), rows, epsilon=EPSILON, interpret=True)
     assert not np.any(np.asarray(read))
     d_value, d_weights = source_gradients(
-        rows[0], rows[0], jnp.ones((1, SIZE)), shares[:1], jnp.zeros((1, 3)), [jnp.ones((3, SIZE))],
-        epsilon=EPSILON, interpret=True,
+        rows[0], [rows[0]], jnp.ones((1, SIZE)), shares[:1], jnp.zeros((1, 3)),
+        [jnp.ones((3, SIZE))], epsilon=EPSILON, interpret=True,
     )  # fmt: skip
     np.testing.assert_allclose(d_value, 0.5, rtol=1e-6)
     assert np.isfinite(np.asarray(d_weights)).all()

@@ -7,17 +7,18 @@ At each of N tokens a site with weight w [D] reads its n sources v_j [D]:
     a = softmax(s)                               r = sum_j a_j v_j
 
 Each source has m sites that read it. From their dr_i, their a_i for this source,
-c_i = dr_i . r_i, and what reaches the source by other ways, dv_0:
+c_i = dr_i . r_i, and what reaches the source by each other way, dv_k:
 
     ds_i = a_i (dr_i . v - c_i)
-    dv = dv_0 + sum_i a_i dr_i + sum_i rho ds_i w_i - rho^2 / D (sum_i ds_i s_i) v
+    dv = sum_k dv_k + sum_i a_i dr_i + sum_i rho ds_i w_i - rho^2 / D (sum_i ds_i s_i) v
     dw_i = sum over tokens of rho ds_i v
 
 The kernels read every [N, D] operand once; that is what bounds them (n + 1 arrays of 2 D bytes a
-token for a read, 2 for c, m + 3 for a source). Nothing is sequential over tokens but the sum of
-dw, which stays in VMEM. Arithmetic is float32; operands of the three small matrix products of
-`source_gradients` are rounded to the dtype of v. Numbers of one site and token cross between HBM
-and the chip as rows of a [8 k, N] array: as columns they would take 128 lanes each.
+token for a read, 2 for c, m + 2 and one for each dv_k for a source). Nothing is sequential over
+tokens but the sum of dw, which stays in VMEM. Arithmetic is float32; operands of the three small
+matrix products of `source_gradients` are rounded to the dtype of v. Numbers of one site and token
+cross between HBM and the chip as rows of a [8 k, N] array: as columns they would take 128 lanes
+each.
 """
 
 from collections.abc import Sequence
@@ -148,7 +149,7 @@ def _products_body(a_ref, b_ref, products_ref, columns_ref):
 
 def source_gradients(
     value: Array,
-    direct: Array,
+    direct: Sequence[Array],
     weights: Array,
     shares: Array,
     corrections: Array,
@@ -159,17 +160,17 @@ def source_gradients(
 ) -> tuple[Array, Array]:
     """The gradients of a source and of its sites' weights.
 
-    value [N, D], D a multiple of 128, and direct dv_0 like it; for its m sites (1 to 128): weights
-    [m, D], shares a and corrections c [m, N] float32, read_gradients dr m x [N, D] of value's
-    dtype. Returns dv [N, D] in value's dtype and dw [m, D] float32. Raises ValueError for other
-    shapes.
+    value [N, D], D a multiple of 128, and direct, the dv_k, like it; for its m sites (1 to 128):
+    weights [m, D], shares a and corrections c [m, N] float32, read_gradients dr m x [N, D] of
+    value's dtype. Returns dv [N, D] in value's dtype and dw [m, D] float32. Raises ValueError for
+    other shapes.
     """
     _refuse([value, *read_gradients], weights.shape[1:])
-    _refuse([value, direct], weights.shape[1:])
+    _refuse([value, *direct], weights.shape[1:])
     tokens, size = value.shape
     count = len(read_gradients)
     tile = next(tokens for most, tokens in GRADIENT_TILES if count <= most)
-    padded = [_pad_rows(array, tile) for array in (value, direct, *read_gradients)]
+    padded = [_pad_rows(array, tile) for array in (value, *direct, *read_gradients)]
     rows = padded[0].shape[0]
     height = _round_up(count, SUBLANES)
     numbers = [
@@ -180,12 +181,12 @@ def source_gradients(
     array = pl.BlockSpec((tile, size), lambda i: (i, 0))
     whole = pl.BlockSpec((LANES, size), lambda i: (0, 0))
     d_value, d_weights = pallas_call_in_hbm(
-        partial(_gradient_body, tile=tile, epsilon=epsilon),
+        partial(_gradient_body, direct_count=len(direct), tile=tile, epsilon=epsilon),
         grid=(rows // tile,),
         in_specs=[
             whole,
             *[pl.BlockSpec((height, tile), lambda i: (0, i))] * 2,
-            *[array] * (2 + count),
+            *[array] * len(padded),
         ],
         out_specs=[array, whole],
         out_shape=[
@@ -206,9 +207,10 @@ def source_gradients(
 
 
 def _gradient_body(
-    table_ref, shares_ref, corrections_ref, value_ref, direct_ref, *refs, tile, epsilon
+    table_ref, shares_ref, corrections_ref, value_ref, *refs, direct_count, tile, epsilon
 ):
-    """One tile: score gradients and the direct share, then the share through the scores."""
+    """One tile: score gradients and the direct shares, then the share through the scores."""
+    direct_refs, refs = refs[:direct_count], refs[direct_count:]
     *gradient_refs, d_value_ref, d_table_ref, share_ref, correction_ref, d_score_ref, sum_ref = refs
     _as_columns(shares_ref, share_ref)
     _as_columns(corrections_ref, correction_ref)
@@ -218,7 +220,9 @@ def _gradient_body(
         value = value_ref[rows, :].astype(jnp.float32)  # [ROWS, D]
         shares = share_ref[rows, :]  # [ROWS, LANES], a column a site
         lane = lax.broadcasted_iota(jnp.int32, shares.shape, 1)
-        total = direct_ref[rows, :].astype(jnp.float32)
+        total = jnp.zeros_like(value)
+        for direct_ref in direct_refs:
+            total = total + direct_ref[rows, :].astype(jnp.float32)
         products = jnp.zeros_like(shares)
         for index, gradient_ref in enumerate(gradient_refs):
             gradient = gradient_ref[rows, :].astype(jnp.float32)  # [ROWS, D]
