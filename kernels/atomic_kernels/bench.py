@@ -29,8 +29,8 @@ import numpy as np
 from jax import Array, lax
 
 from atomic_kernels.accuracy import write_text
-from atomic_kernels.gdn2 import chunk, gdn2
-from atomic_kernels.gdn2.arithmetic import DOT_PRECISIONS
+from atomic_kernels.gdn2 import gdn2, xla_chunk
+from atomic_kernels.gdn2.arithmetic import PRECISION_PARTS, Rounding
 
 BATCH, HEADS, SIZE = 1, 4, 128
 LENGTH = 2048
@@ -54,21 +54,21 @@ def gdn2_token_by_token(*inputs: Array) -> Array:
 def chunked_autodiff(q: Array, k: Array, v: Array, g: Array, b: Array, w: Array) -> Array:
     """The same chunk functions in a scan, differentiated by JAX."""
     batch, length, heads, size = q.shape
-    precision = DOT_PRECISIONS["f32"]
+    rounding = Rounding(parts=PRECISION_PARTS["f32"])
 
     def by_chunk(x: Array) -> Array:
         x = x.reshape(batch, length // CHUNK_SIZE, CHUNK_SIZE, heads, x.shape[-1])
         return x.transpose(1, 0, 3, 2, 4).reshape(-1, batch * heads, CHUNK_SIZE, x.shape[-1])
 
     def one_head(state, q, k, v, g, b, w):
-        prepared = chunk.prepare(q * size**-0.5, k, g, b, None, precision)
-        o, state = chunk.forward(state, v, w, prepared, None, precision)
+        prepared = xla_chunk.prepare(q * size**-0.5, k, g, b, None, rounding)
+        o, state = xla_chunk.forward(state, v, w, prepared, None, rounding)
         return state, o
 
     def step(state, inputs):
         return jax.vmap(one_head)(state, *inputs)
 
-    state = jnp.zeros((batch * heads, size, v.shape[-1]))
+    state = jnp.zeros((batch * heads, v.shape[-1], size))
     _, o = lax.scan(step, state, tuple(map(by_chunk, (q, k, v, g, b, w))))
     o = o.reshape(-1, batch, heads, CHUNK_SIZE, v.shape[-1])
     return o.transpose(1, 0, 3, 2, 4).reshape(v.shape)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of `gdn2` share: small random inputs, and a comparison that names what differs."""
+"""What the tests of `gdn2` share: inputs, orders of a chunk's rows, and a comparison that names
+what differs."""
 
 import functools
 import os
@@ -63,6 +64,26 @@ def run(arrays: dict[str, np.ndarray], segment_ids=None, **options) -> tuple:
     """gdn2 on named arrays; one compiled program a set of options and shapes."""
     options.setdefault("backend", "xla")
     return _compiled(tuple(sorted(options.items())))(arrays, segment_ids)
+
+
+def by_steps(x: np.ndarray, width: int) -> np.ndarray:
+    """Rows in order -> rows by steps of `width` runs, as `levels` has them."""
+    return x.reshape(width, -1, x.shape[1]).swapaxes(0, 1).reshape(x.shape)
+
+
+def in_order(x: np.ndarray, width: int) -> np.ndarray:
+    """The reverse of `by_steps`."""
+    return x.reshape(-1, width, x.shape[1]).swapaxes(0, 1).reshape(x.shape)
+
+
+def log_decays(kind: str, length: int, size: int) -> np.ndarray:
+    """[length, size] float64 nats: "mild", "spikes" of -1736 every 37 tokens among them, "zero"."""
+    g = -np.exp(np.random.default_rng(3).standard_normal((length, size)) - 2.0)
+    if kind == "spikes":
+        g[::37] = -1736.0
+    if kind == "zero":
+        g[:] = 0.0
+    return g
 
 
 def assert_close(name: str, got, want, *, limit: float) -> None:

@@ -8,14 +8,10 @@ bfloat16 operands (rounding is 2^-9 = 2e-3), 1e-4 with three passes.
 All shapes on demand: python -m atomic_kernels.accuracy --scope full.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from atomic_kernels import accuracy, hard_inputs
-from atomic_kernels.gdn2.arithmetic import dot
 from atomic_kernels.hard_inputs import Shape
 from gdn2_cases import assert_close, run, small_inputs
 
@@ -89,25 +85,3 @@ def test_the_oracle_gradient_equals_finite_differences():
                 changed[name][place] += sign * step
                 numeric[place] += sign * loss(changed) / (2 * step)
         assert_close(gradient, gradients[gradient], numeric, limit=1e-8)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "bf16x3", "f32"])
-def test_products_round_their_operands_as_a_matrix_unit_does(precision):
-    random = np.random.default_rng(0)
-    a, b = (random.standard_normal((2, 32, 32)).astype(np.float32) for _ in range(2))
-    got = jax.jit(functools.partial(dot, precision=precision))(a * 1.5, b * 1.5)
-    parts = []
-    for x in (a * np.float32(1.5), b * np.float32(1.5)):
-        high = np.asarray(jnp.asarray(x).astype(jnp.bfloat16), np.float64)
-        low = np.asarray(jnp.asarray(x - high.astype(np.float32)).astype(jnp.bfloat16), np.float64)
-        parts.append(
-            {"bf16": (high, 0 * low), "bf16x3": (high, low), "f32": (x, 0 * low)}[precision]
-        )
-    (a_high, a_low), (b_high, b_low) = parts
-    want = a_high.astype(np.float64) @ b_high + a_high @ b_low + a_low @ b_high
-    assert_close("product", got, want, limit=5e-7)
-
-
-def test_an_unknown_product_precision_is_refused():
-    with pytest.raises(ValueError, match="precision must be 'bf16'"):
-        dot(jnp.ones((2, 2)), jnp.ones((2, 2)), "bf8")

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from atomic_kernels.gdn2 import tpu_chunk
-from atomic_kernels.gdn2.tpu_layout import NN, NT, SUBLANES, Layout, dot, interleave, lower, upper
+from atomic_kernels.gdn2 import levels, tpu_chunk
+from atomic_kernels.gdn2.levels import upper
+from atomic_kernels.gdn2.tpu_layout import SUBLANES, Layout
+from gdn2_cases import by_steps, in_order, log_decays
 
 CHUNK = 128
 FACTOR_LIMIT = 2e-6
@@ -23,25 +25,6 @@ LAYOUT = Layout(chunk=CHUNK, key_size=128, value_size=128, parts=1, interpret=Tr
 RUN = LAYOUT.run
 
 
-def by_steps(x: np.ndarray) -> np.ndarray:
-    """Rows in order -> rows by steps."""
-    return x.reshape(SUBLANES, RUN, -1).swapaxes(0, 1).reshape(x.shape)
-
-
-def in_order(x: np.ndarray) -> np.ndarray:
-    return x.reshape(RUN, SUBLANES, -1).swapaxes(0, 1).reshape(x.shape)
-
-
-def log_decays(kind: str, width: int) -> np.ndarray:
-    generator = np.random.default_rng(3)
-    g = -np.exp(generator.standard_normal((CHUNK, width)) - 2.0)
-    if kind == "spikes":
-        g[::37] = -1736.0
-    if kind == "zero":
-        g[:] = 0.0
-    return g
-
-
 def relative(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.max(np.abs(found - wanted)) / np.max(np.abs(wanted)))
 
@@ -49,24 +32,21 @@ def relative(found: np.ndarray, wanted: np.ndarray) -> float:
 @pytest.mark.parametrize("kind", ["mild", "spikes", "zero"])
 def test_rows_carry_their_decay_through_the_levels(kind: str):
     """Rows of ones through all levels: every pair's factor, and exp(gc) and exp(gc_last - gc)."""
-    g = log_decays(kind, 128)
-    decay = jnp.asarray(by_steps(np.exp(g)), jnp.float32)
-    totals = tpu_chunk.block_totals(decay)
+    g = log_decays(kind, CHUNK, 128)
+    decay = jnp.asarray(by_steps(np.exp(g), SUBLANES), jnp.float32)
+    totals = levels.block_totals(decay, SUBLANES)
     rows, keys = decay, jnp.ones_like(decay)
     sums = np.concatenate([np.zeros((1, g.shape[1])), np.cumsum(g, 0)])
     for level in range(LAYOUT.low_levels):
-        half = 1 << level
-        order = by_steps(np.arange(CHUNK)[:, None])[:, 0]
-        for i, row in zip(order, np.asarray(rows), strict=True):
-            if i & half:  # from the upper half's start to i
-                start = i & ~(half - 1)
-                wanted = np.exp(np.sum(g[start : i + 1], 0))
-                np.testing.assert_allclose(row, wanted, rtol=FACTOR_LIMIT, atol=1e-30)
-        rows = tpu_chunk.climb_rows(rows, totals, level)
-        keys = tpu_chunk.climb_keys(keys, totals, level)
+        rows = levels.climb_rows(rows, totals, level, SUBLANES)
+        keys = levels.climb_keys(keys, totals, level, SUBLANES)
     factors = jax.jit(tpu_chunk.run_factors)(totals[-1])
-    rows = tpu_chunk.scale_runs(jnp.asarray(in_order(np.asarray(rows))), factors.before[-1])
-    keys = tpu_chunk.scale_runs(jnp.asarray(in_order(np.asarray(keys))), factors.after[-1])
+    rows = tpu_chunk.scale_runs(
+        jnp.asarray(in_order(np.asarray(rows), SUBLANES)), factors.before[-1]
+    )
+    keys = tpu_chunk.scale_runs(
+        jnp.asarray(in_order(np.asarray(keys), SUBLANES)), factors.after[-1]
+    )
     suffix = np.stack([np.sum(g[t + 1 :], 0) for t in range(CHUNK)])
     np.testing.assert_allclose(rows, np.exp(sums[1:]), rtol=1e-5, atol=1e-30, err_msg="exp(gc)")
     np.testing.assert_allclose(keys, np.exp(suffix), rtol=1e-5, atol=1e-30, err_msg="to the end")
@@ -76,9 +56,9 @@ def test_rows_carry_their_decay_through_the_levels(kind: str):
 def test_masks_cover_every_pair_once():
     """The union of the levels' masks is the strict lower triangle, each pair in one level."""
     count = np.zeros((CHUNK, CHUNK), int)
-    tokens = by_steps(np.arange(CHUNK)[:, None])
+    tokens = by_steps(np.arange(CHUNK)[:, None], SUBLANES)
     for level in range(LAYOUT.low_levels):
-        mask = np.asarray(tpu_chunk.low_level_mask(CHUNK, 1 << level))
+        mask = np.asarray(tpu_chunk.low_level_mask(LAYOUT, level))
         rows = np.asarray(upper(jnp.asarray(tokens), SUBLANES << level))[:, 0]
         count[rows] += mask
     for level in range(3):
@@ -102,10 +82,10 @@ def test_leaf_inverses_are_exact_for_correlated_keys(mean_cosine: float, heads: 
         keys /= np.linalg.norm(keys, axis=1, keepdims=True)
         scores = np.tril(2.0 * keys @ keys.T, -1) * (block[:, None] == block[None])
         scores = scores.astype(np.float32)
-        all_scores.append(jnp.asarray(by_steps(scores)))
+        all_scores.append(jnp.asarray(by_steps(scores, SUBLANES)))
         wanted.append(np.linalg.inv(np.eye(CHUNK) + scores.astype(np.float64)))
     for head, found in enumerate(tpu_chunk.leaf_inverses(all_scores, LAYOUT)):
-        error = relative(in_order(np.asarray(found)), wanted[head])
+        error = relative(in_order(np.asarray(found), SUBLANES), wanted[head])
         assert error < INVERSE_LIMIT, f"head {head}: {error}"
 
 
@@ -120,32 +100,10 @@ def test_decays_get_the_rows_and_keys_that_straddle_them():
         for half in (4, 2, 1):
             to_all = tpu_chunk.pass_down_runs(to_all, *sums, half)
         for level in reversed(range(LAYOUT.low_levels)):
-            to_all = tpu_chunk.pass_down_steps(to_all, rows_by_steps, keys_by_steps, level)
+            to_all = levels.pass_down(to_all, rows_by_steps, keys_by_steps, level, SUBLANES)
         return to_all + rows_by_steps
 
-    found = passed_down(rows, keys, by_steps(rows), by_steps(keys))
+    found = passed_down(rows, keys, by_steps(rows, SUBLANES), by_steps(keys, SUBLANES))
     wanted = np.flip(np.cumsum(np.flip(rows.astype(float), 0), 0), 0)
     wanted[1:] += np.cumsum(keys.astype(float), 0)[:-1]
-    assert relative(in_order(np.asarray(found)), wanted) < SUM_LIMIT
-
-
-@pytest.mark.parametrize("half", [8, 16, 64])
-def test_halves_interleave_back(half: int):
-    x = jnp.arange(CHUNK * 4.0).reshape(CHUNK, 4)
-    np.testing.assert_array_equal(interleave(lower(x, half), upper(x, half), half), x)
-    assert upper(x, half)[0, 0] == half * 4
-
-
-@pytest.mark.parametrize(("parts", "limit"), [(1, 6e-3), (2, 2e-5), (0, 1e-6)])
-def test_operand_parts_reach_their_precision(parts: int, limit: float):
-    """One bfloat16 pass errs by 2^-9 of an operand, three by 2^-17, float32 by its own rounding."""
-    generator = np.random.default_rng(0)
-    a, b = generator.standard_normal((2, CHUNK, CHUNK)).astype(np.float32)
-    layout = Layout(chunk=CHUNK, key_size=128, value_size=128, parts=parts, interpret=True)
-    for name, transposed in ((NN, b), (NT, b.T)):
-        found = dot(layout.split(jnp.asarray(a)), layout.split(jnp.asarray(transposed)), name)
-        wanted = a.astype(np.float64) @ b
-        error = np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2))
-        assert found.dtype == jnp.float32
-        assert error < limit
-        assert parts == 0 or error > limit / 100, "operands were not rounded"
+    assert relative(in_order(np.asarray(found), SUBLANES), wanted) < SUM_LIMIT

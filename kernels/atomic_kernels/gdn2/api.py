@@ -10,7 +10,7 @@ from jax import Array
 from jax.experimental.pallas.tpu import InterpretParams
 
 from atomic_kernels.gdn2 import checks, xla
-from atomic_kernels.gdn2.arithmetic import DOT_PRECISIONS, default_precision
+from atomic_kernels.gdn2.arithmetic import PRECISION_PARTS, Rounding, default_precision
 from atomic_kernels.gdn2.chunk import Inputs
 from atomic_kernels.gdn2.gates import Projections
 from atomic_kernels.gdn2.reference import gdn2_reference
@@ -267,17 +267,14 @@ def _run_xla(inputs, projections, gate_parameters, initial_state, segment_ids, s
         scale=float(scale),
         chunk_size=choice.chunk_size,
         chunks_at_once=_chunks_at_once(length, choice.chunk_size),
-        precision=DOT_PRECISIONS[choice.precision],
+        rounding=Rounding(parts=PRECISION_PARTS[choice.precision]),
         projections=projections,
     )
     # The value heads of a key head become further columns of V: [B, T, Hv, V] -> [B, T, H, G V].
     wide = (batch, length, heads, group * value_size)
     inputs = inputs._replace(v=inputs.v.reshape(wide), w=inputs.w.reshape(wide))
-    state = initial_state.reshape(batch, heads, group, key_size, value_size)
-    state = state.swapaxes(2, 3).reshape(batch, heads, key_size, group * value_size)
+    # S^T [B, H, G V, K].
+    state = initial_state.swapaxes(2, 3).reshape(batch, heads, group * value_size, key_size)
     o, state = xla.gdn2_chunked(plan, inputs, gate_parameters, state, segment_ids)
-    state = state.reshape(batch, heads, key_size, group, value_size).swapaxes(2, 3)
-    return (
-        o.reshape(batch, length, value_heads, value_size),
-        state.reshape(batch, value_heads, key_size, value_size),
-    )
+    state = state.reshape(batch, value_heads, value_size, key_size).swapaxes(2, 3)
+    return o.reshape(batch, length, value_heads, value_size), state

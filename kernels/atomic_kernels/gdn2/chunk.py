@@ -13,11 +13,21 @@ Over C tokens, with gc_i = g_0 + .. + g_i (every exponent below is <= 0 when g <
     Qt = q exp(gc)   Kb = b*k exp(gc)   Kg = k exp(gc_last - gc)
     R = w*v - Kb S   Vn = A R   O = Qt S + Aqk Vn   S' = Diag(exp gc_last) S + Kg^T Vn
 
-Exponents are sums over the tokens between j and i (`decay`); scores and the inverse are in
-`scores`. For float32 q, k, g, b [C, K]; v, w, o [C, V]; S [K, V]; masks are bool and C is a power
-of two. Value heads that share a key head are further columns of V: no equation mixes columns of V.
-What is sequential is only S from chunk to chunk; the backward needs the inputs, S before the
-chunk, and A.
+and backwards, from dO and the gradient dS' of the state that leaves the chunk:
+
+    dVn = Aqk^T dO + Kg dS'    dR = A^T dVn    dv = dR*w    dw = dR*v
+    dAqk = dO Vn^T (i >= j)    dAkk = -dR Vn^T (i > j)     (no A^T dA A^T is needed)
+    dQt = dO S^T    dKb = -dR S^T    dKg = Vn dS'^T
+    dS = Diag(exp gc_last) dS' + Qt^T dO - Kb^T dR
+
+Scores, Qt, Kb and Kg come from `levels`, and so does the way from their gradients to dq, d(b k),
+dk and dg; the inverse is made by the backends. All of these functions are used by both of them:
+`xla_chunk` maps them over arrays, the TPU kernels call them on what they hold in vector memory.
+
+q, k, b, Qt, Kb, Kg [C, K]; v, w, R, Vn, O [C, V]; Aqk, A [C, C]; the state is kept as S^T [V, K].
+Arrays are float32, or operands that were split before. Value heads that share a key head are
+further columns of V: no equation mixes columns of V. What is sequential is only S from chunk to
+chunk; the backward needs the inputs, S before the chunk, and A.
 """
 
 from typing import NamedTuple
@@ -25,55 +35,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from atomic_kernels.gdn2.arithmetic import DotPrecision, dot
-from atomic_kernels.gdn2.decay import Decays, local_decay_sums, local_decay_sums_gradient
-from atomic_kernels.gdn2.scores import (
-    column_numbers,
-    identity,
-    invert_unit_lower,
-    pair_score_gradients,
-    pair_scores,
-    row_numbers,
-)
+from atomic_kernels.gdn2.arithmetic import NN, NT, TN, Operand, Rounding, dot
 
-
-class Segments(NamedTuple):
-    """Which tokens of a chunk see which: boolean masks."""
-
-    same: Array  # [C, C] row and column are in one segment
-    first: Array  # [C, 1] the row is in the segment that the incoming state belongs to
-    last: Array  # [C, 1] the row is in the segment that the outgoing state belongs to
-    carried: Array  # [1, 1] both states belong to one segment
-
-
-class StateFactors(NamedTuple):
-    """The factors between the chunk's tokens and the states at its two ends."""
-
-    query: Array  # [C, K] Qt
-    erase: Array  # [C, K] Kb
-    key: Array  # [C, K] Kg
-    decay: Array  # [1, K] exp(gc_last)
-
-
-def segments_of(rows: Array, columns: Array, incoming: Array) -> Segments:
-    """Masks from the segment numbers of a chunk.
-
-    rows [C, 1] and columns [1, C] hold the same numbers; incoming [1, 1] is the segment of the
-    incoming state.
-    """
-    outgoing = rows[-1:]  # [1, 1]
-    return Segments(rows == columns, rows == incoming, rows == outgoing, outgoing == incoming)
-
-
-# Forward ----------------------------------------------------------------------------------------
-
-
-class Prepared(NamedTuple):
-    """What a chunk computes before it needs the state."""
-
-    factors: StateFactors
-    query_scores: Array  # [C, C] Aqk
-    inverse: Array  # [C, C] A
+Factor = Array | Operand
 
 
 class Inputs(NamedTuple):
@@ -87,177 +51,133 @@ class Inputs(NamedTuple):
     w: Array  # [C, V]
 
 
-def prepare(
-    q: Array, k: Array, g: Array, b: Array, segments: Segments | None, precision: DotPrecision
-) -> Prepared:
-    """Decays, scores and the inverse. q [C, K] is already multiplied by the scale."""
-    decays = local_decay_sums(g)
-    erase_keys = b * k  # [C, K]
-    query_scores, erase_scores = pair_scores((q, erase_keys), k, decays, precision)
-    query_scores = complete_query_scores(query_scores, q, k, segments)
-    if segments is not None:
-        erase_scores = jnp.where(segments.same, erase_scores, 0.0)
-    # Rows that are not finite stay out of the ladder, whose products would spread them to earlier
-    # rows (0 * NaN), and are NaN again in its result.
-    broken = ~jnp.isfinite(jnp.sum(erase_scores, 1, keepdims=True))  # [C, 1]
-    inverse = invert_unit_lower(jnp.where(broken, 0.0, erase_scores), precision.inverse)  # [C, C]
-    return Prepared(
-        state_factors(q, erase_keys, k, decays, segments),
-        query_scores,
-        jnp.where(broken, jnp.nan, inverse),
-    )
+# Forward ----------------------------------------------------------------------------------------
 
 
-def complete_query_scores(
-    query_scores: Array, q: Array, k: Array, segments: Segments | None
+def decay_factors(g: Array, starts: Array | None) -> Array:
+    """exp(g) [C, K]; 0 where a segment starts [C, 1]: nothing before it is seen from there on."""
+    decay = jnp.exp(g)
+    return decay if starts is None else jnp.where(starts, 0.0, decay)
+
+
+def diagonal(q: Array, k: Array) -> Array:
+    """q_i k_i [C, 1]: the diagonal of Aqk, which no decay touches."""
+    return jnp.sum(q * k, 1, keepdims=True)
+
+
+def written(v: Array, w: Array, erase: Factor, state: Factor, rounding: Rounding) -> Array:
+    """R = w*v - Kb S [C, V]."""
+    return w * v - dot(rounding.coarse(erase), rounding.coarse(state), NT)
+
+
+def new_values(inverse: Factor, written: Factor, rounding: Rounding) -> Array:
+    """Vn = A R [C, V]: what each token adds to the state."""
+    return dot(rounding.fine(inverse), rounding.fine(written), NN)
+
+
+def read_state(query: Factor, state: Factor, rounding: Rounding) -> Array:
+    """Qt S [C, V], the part of O from before the chunk."""
+    return dot(rounding.coarse(query), rounding.coarse(state), NT)
+
+
+def read_chunk(query_scores: Factor, new_values: Factor, rounding: Rounding) -> Array:
+    """Aqk Vn [C, V], the part of O from inside it."""
+    return dot(rounding.fine(query_scores), rounding.coarse(new_values), NN)
+
+
+def next_state(
+    state: Array, total: Array, new_values: Factor, key: Factor, rounding: Rounding
 ) -> Array:
-    """Adds the diagonal q_i k_i, which no decay touches, and cuts between segments: Aqk [C, C]."""
-    diagonal = jnp.sum(q * k, 1, keepdims=True)  # [C, 1]
-    query_scores = jnp.where(identity(q.shape[0]), diagonal, query_scores)
-    return query_scores if segments is None else jnp.where(segments.same, query_scores, 0.0)
-
-
-def state_factors(
-    q: Array, erase_keys: Array, k: Array, decays: Decays, segments: Segments | None
-) -> StateFactors:
-    """Qt, Kb, Kg [C, K] and exp(gc_last) [1, K]; zero where another segment lies between."""
-    from_start, to_end = jnp.exp(decays.prefix), jnp.exp(decays.suffix)  # [C, K]
-    query, erase, key = q * from_start, erase_keys * from_start, k * to_end  # [C, K]
-    decay = jnp.exp(decays.total)  # [1, K]
-    if segments is not None:
-        query, erase = (jnp.where(segments.first, x, 0.0) for x in (query, erase))
-        key = jnp.where(segments.last, key, 0.0)
-        decay = jnp.where(segments.carried, decay, 0.0)
-    return StateFactors(query, erase, key, decay)
-
-
-def solve(
-    state: Array,
-    v: Array,
-    w: Array,
-    prepared: Prepared,
-    segments: Segments | None,
-    precision: DotPrecision,
-) -> Array:
-    """Vn = A (w*v - Kb S) [C, V]: what each token adds to the state."""
-    read = dot(prepared.factors.erase, state, precision.read)  # [C, V]
-    if segments is not None:
-        read = jnp.where(segments.first, read, 0.0)  # 0 * NaN: the last segment's NaN ends here
-    written = w * v - read  # [C, V] R
-    return causal_dot(prepared.inverse, written, segments, precision.solve)
-
-
-def forward(
-    state: Array,
-    v: Array,
-    w: Array,
-    prepared: Prepared,
-    segments: Segments | None,
-    precision: DotPrecision,
-) -> tuple[Array, Array]:
-    """O = Qt S + Aqk Vn [C, V] and S' = Diag(exp gc_last) S + Kg^T Vn [K, V]."""
-    factors = prepared.factors
-    new_values = solve(state, v, w, prepared, segments, precision)  # [C, V] Vn
-    read = dot(factors.query, state, precision.read)  # [C, V]
-    decayed = state * factors.decay.T  # [K, V]
-    written = new_values
-    if segments is not None:
-        read = jnp.where(segments.first, read, 0.0)
-        decayed = jnp.where(segments.carried, decayed, 0.0)
-        written = jnp.where(segments.last, new_values, 0.0)
-    o = read + causal_dot(prepared.query_scores, new_values, segments, precision.output)
-    return o, decayed + dot(factors.key, written, precision.update, "tn")
-
-
-def causal_dot(lower: Array, x: Array, segments: Segments | None, precision: str) -> Array:
-    """lower [C, C] @ x [C, V], where a non-finite x_j reaches the rows i >= j of its segment only.
-
-    The plain product would hand it to every row, as 0 * NaN. The rows that it must reach are
-    found by a product of the mask with the places of the non-finite values (0 and 1: exact in
-    one bfloat16 pass).
-    """
-    reaches = row_numbers(lower.shape[0]) >= column_numbers(lower.shape[0])  # [C, C]
-    if segments is not None:
-        reaches = reaches & segments.same
-    broken = ~jnp.isfinite(x)  # [C, V]
-    hits = dot(reaches.astype(jnp.float32), broken.astype(jnp.float32), "bf16")
-    product = dot(lower, jnp.where(broken, 0.0, x), precision)  # [C, V]
-    return jnp.where(hits > 0.0, jnp.nan, product)
+    """S' [V, K]; total = exp(gc_last) [1, K]."""
+    return state * total + dot(rounding.fine(new_values), rounding.fine(key), TN)
 
 
 # Backward ---------------------------------------------------------------------------------------
 
 
-def backward_values(
-    d_state: Array, d_o: Array, prepared: Prepared, precision: DotPrecision
-) -> tuple[Array, Array]:
-    """dR = A^T (Aqk^T dO + Kg dS') [C, V], and dS = Diag(exp gc_last) dS' + Qt^T dO - Kb^T dR."""
-    factors = prepared.factors
-    d_new_values = dot(prepared.query_scores, d_o, precision.output, "tn") + dot(
-        factors.key, d_state, precision.update
-    )  # [C, V] dVn
-    d_written = dot(prepared.inverse, d_new_values, precision.solve, "tn")  # [C, V] dR
-    d_state = (
-        d_state * factors.decay.T
-        + dot(factors.query, d_o, precision.read, "tn")
-        - dot(factors.erase, d_written, precision.read, "tn")
-    )  # [K, V]
-    return d_written, d_state
-
-
-def backward_inputs(
-    inputs: Inputs,
-    state: Array,
-    d_state: Array,
-    d_o: Array,
-    d_written: Array,
-    new_values: Array,
-    decays: Decays,
-    factors: StateFactors,
-    segments: Segments | None,
-    precision: DotPrecision,
-) -> Inputs:
-    """The six input gradients; d_state is dS' [K, V], state S [K, V].
-
-    dAqk = tril(dO Vn^T)   dAkk = -stril(dR Vn^T)   (no A^T dA A^T is needed)
-    dv = dR*w   dw = dR*v   dKb = -dR S^T   dQt = dO S^T   dKg = Vn dS'^T
-    dq = dQt exp(gc) + Dq   d(bk) = dKb exp(gc) + Dkb   dk = d(bk)*b + dKg exp(..) + Dk
-    db = d(bk)*k            dg: see local_decay_sums_gradient
-    """
-    q, k, v, _, b, w = inputs
-    erase_keys = b * k
-    d_scores = dot(
-        jnp.concatenate([d_o, -d_written], 0), new_values, precision.pairs, "nt"
-    )  # [2C, C]
-    size = k.shape[0]
-    d_query_scores, d_erase_scores = d_scores[:size], d_scores[size:]  # [C, C]
-    if segments is not None:
-        d_query_scores = jnp.where(segments.same, d_query_scores, 0.0)
-        d_erase_scores = jnp.where(segments.same, d_erase_scores, 0.0)
-    diagonal = jnp.where(identity(size), d_query_scores, 0.0).sum(1, keepdims=True)  # [C, 1]
-    pairs = pair_score_gradients(
-        d_query_scores, d_erase_scores, q, erase_keys, k, decays, precision
+def d_new_values(
+    query_scores: Factor, d_o: Factor, key: Factor, d_state: Factor, rounding: Rounding
+) -> Array:
+    """dVn = Aqk^T dO + Kg dS' [C, V]."""
+    return dot(rounding.fine(query_scores), rounding.coarse(d_o), TN) + dot(
+        rounding.fine(key), rounding.fine(d_state), NT
     )
 
-    d_reads = dot(
-        jnp.concatenate([d_o, -d_written], 0), state, precision.read, "nt"
-    )  # [2C, K] dQt, dKb
-    d_query_factor, d_erase_factor = d_reads[:size], d_reads[size:]  # [C, K]
-    d_key_factor = dot(new_values, d_state, precision.update, "nt")  # [C, K] dKg
-    from_start, to_end = jnp.exp(decays.prefix), jnp.exp(decays.suffix)  # [C, K]
-    if segments is not None:
-        from_start = jnp.where(segments.first, from_start, 0.0)
-        to_end = jnp.where(segments.last, to_end, 0.0)
 
-    d_q = d_query_factor * from_start + pairs.query + diagonal * k  # [C, K]
-    d_erase_keys = d_erase_factor * from_start + pairs.erase  # [C, K]
-    d_k = d_erase_keys * b + d_key_factor * to_end + pairs.key + diagonal * q  # [C, K]
-    d_g = local_decay_sums_gradient(
-        Decays(
-            levels=pairs.levels,
-            prefix=factors.query * d_query_factor + factors.erase * d_erase_factor,
-            suffix=factors.key * d_key_factor,
-            total=factors.decay * (state * d_state).sum(1, keepdims=True).T,
-        )
-    )  # [C, K]
-    return Inputs(d_q, d_k, d_written * w, d_g, d_erase_keys * k, d_written * v)
+def d_written(inverse: Factor, d_new_values: Factor, rounding: Rounding) -> Array:
+    """dR = A^T dVn [C, V]."""
+    return dot(rounding.fine(inverse), rounding.fine(d_new_values), TN)
+
+
+def d_values(v: Array, w: Array, d_written: Array) -> tuple[Array, Array]:
+    """dv and dw [C, V]."""
+    return d_written * w, d_written * v
+
+
+def d_state_before(
+    d_state: Array, total: Array, d_o: Factor, query: Factor, d_written: Factor, erase: Factor,
+    rounding: Rounding,
+) -> Array:  # fmt: skip
+    """dS [V, K] from dS'."""
+    coarse = rounding.coarse
+    read = dot(coarse(d_o), coarse(query), TN)
+    return d_state * total + read - dot(coarse(d_written), coarse(erase), TN)
+
+
+def d_diagonal(d_o: Array, new_values: Array) -> Array:
+    """dO_i Vn_i [C, 1], the diagonal of dAqk, in float32: it alone makes dq where decay is strong,
+    and may be a small sum of large terms."""
+    return jnp.sum(d_o * new_values, 1, keepdims=True)
+
+
+def d_query_scores(d_o: Factor, new_values: Factor, rounding: Rounding) -> Array:
+    """dO Vn^T [C, C], of which dAqk is the lower triangle."""
+    return dot(rounding.coarse(d_o), rounding.fine(new_values), NT)
+
+
+def d_erase_scores(d_written: Factor, new_values: Factor, rounding: Rounding) -> Array:
+    """-dR Vn^T [C, C], of which dAkk is the strict lower triangle."""
+    return -dot(rounding.fine(d_written), rounding.fine(new_values), NT)
+
+
+class FactorGradients(NamedTuple):
+    """dQt, dKb and dKg [C, K]."""
+
+    query: Array
+    erase: Array
+    key: Array
+
+
+def d_factors(
+    d_o: Factor, d_written: Factor, new_values: Factor, state: Factor, d_state: Factor,
+    rounding: Rounding,
+) -> FactorGradients:  # fmt: skip
+    """dQt = dO S^T, dKb = -dR S^T, dKg = Vn dS'^T."""
+    coarse = rounding.coarse
+    return FactorGradients(
+        dot(coarse(d_o), coarse(state), NN),
+        -dot(coarse(d_written), coarse(state), NN),
+        dot(coarse(new_values), coarse(d_state), NN),
+    )
+
+
+def d_total_decay(state: Array, d_state: Array, total: Array) -> Array:
+    """What every log decay of the chunk gets through Diag(exp gc_last) S [1, K]."""
+    return jnp.sum(state * d_state, 0, keepdims=True) * total
+
+
+def d_keys(
+    inputs: tuple[Array, Array, Array], decay: Array, d_diagonal: Array,
+    d_query: Array, d_erase: Array, d_key: Array,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """dq, dk and db [C, K] from q, k, b, from dx of q e and (b k) e, and from dk of the levels:
+
+    dq = dx e + dAqk_ii k    d(b k) = dx e    dk = dk + d(b k) b + dAqk_ii q    db = d(b k) k
+    """
+    q, k, b = inputs
+    d_erase_keys = d_erase * decay
+    return (
+        d_query * decay + d_diagonal * k,
+        d_key + d_erase_keys * b + d_diagonal * q,
+        d_erase_keys * k,
+    )

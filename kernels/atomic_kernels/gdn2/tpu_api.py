@@ -13,14 +13,13 @@ from jax import Array
 from jax.experimental.pallas.tpu import InterpretParams
 
 from atomic_kernels.gdn2 import tpu_backward, tpu_forward, tpu_tiles
+from atomic_kernels.gdn2.arithmetic import PRECISION_PARTS
 from atomic_kernels.gdn2.chunk import Inputs
 from atomic_kernels.gdn2.gates import Projections
 from atomic_kernels.gdn2.tpu_blocks import InputArrays, Plan, head_major
 from atomic_kernels.gdn2.tpu_layout import Layout
 
 HEAD_SIZES = (64, 128, 256)
-# Parts of a matrix operand, see `tpu_layout.Layout`.
-OPERAND_PARTS = {"bf16": 1, "bf16x3": 2, "f32": 0}
 
 
 def gdn2_tpu(
@@ -49,7 +48,7 @@ def gdn2_tpu(
         chunk=chunk_size or tpu_tiles.CHUNK_SIZES[0],
         key_size=key_size,
         value_size=value_heads // heads * value_size,
-        parts=OPERAND_PARTS[precision],
+        parts=PRECISION_PARTS[precision],
         interpret=interpret,
     )
     plan = Plan(

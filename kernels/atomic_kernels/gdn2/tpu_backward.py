@@ -9,20 +9,7 @@ the state's cotangent dS (kept as dS^T in vector memory), with the symbols of `t
     dQt = dO S^T    dKb = -dR S^T    dKg = Vn dS^T
     dS <- Diag(exp gc_last) dS + Qt^T dO - Kb^T dR
 
-Each level is undone in turn, from the widest (x its rows q e.. and (b k) e.., k its keys):
-
-    Dx_i = sum_j ds_ij k_j        Dk_j = sum_i ds_ij x_i         ds: dAqk, dL at the level's pairs
-    dx <- dx T_lower + Dx  (upper half)     dk <- dk T_upper + Dk  (lower half)
-
-and dq = dx e + dAqk_ii k,  d(b k) = dx e,  dk = dk + d(b k) b + dAqk_ii q,  db = d(b k) k.
-A log decay g_t lies in the products of those upper rows i >= t and lower keys j < t of a level
-whose half block it shares, and in those of the state:
-
-    dg_t = sum over i of x_i*Dx_i + sum over j of k_j*Dk_j
-
-With gc the sum over all of them would be one reverse cumulative sum, of terms that cancel: after
-a strong decay nothing would be left of dg but rounding. These products use the rounded x and k
-that were multiplied, so that what a level's rows get and its keys get are the same sums.
+and then, level by level from the widest, to dq, d(b k), dk and dg (`levels`).
 """
 
 import jax
@@ -31,16 +18,13 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from atomic_kernels.gdn2 import tpu_blocks, tpu_chunk, tpu_tokens, tpu_undo
+from atomic_kernels.gdn2 import chunk as equations
+from atomic_kernels.gdn2 import levels, tpu_blocks, tpu_chunk, tpu_tokens, tpu_undo
+from atomic_kernels.gdn2.arithmetic import NT, dot
 from atomic_kernels.gdn2.tpu_blocks import InputArrays, InputRefs, Plan
 from atomic_kernels.gdn2.tpu_layout import (
-    NN,
-    NT,
     SUBLANES,
-    TN,
     Layout,
-    dot,
-    lower,
     read_parts,
     read_rows,
     read_steps,
@@ -108,16 +92,15 @@ def prepare(
     plan: Plan, chunk: Chunk, inputs: InputRefs, scratch: Scratch, head: int
 ) -> tpu_chunk.RunFactors:
     """The operands of all levels and of the state; returns the factors between runs."""
-    layout = plan.layout
+    layout, rounding = plan.layout, plan.layout.rounding
     q, k, g, b = tpu_tokens.activate_keys(
         plan, chunk, *tpu_tokens.raw_keys(plan, inputs, head, chunk)
     )
-    diagonal = jnp.sum(q * k, 1, keepdims=True)  # [C, 1]
-    scores = jnp.where(tpu_chunk.identity(layout.chunk), diagonal, 0.0)
+    scores = jnp.where(tpu_chunk.identity(layout.chunk), equations.diagonal(q, k), 0.0)
     write_rows(scratch.square.at[head], scores, layout)
-    decay = tpu_tokens.decay_factors(g, chunk)
+    decay = equations.decay_factors(g, chunk.starts)
     tpu_tokens.write_tokens(scratch.tokens, head, q, k, decay, b, layout)
-    totals = tpu_chunk.block_totals(read_steps(scratch.tokens.decay.at[head], layout))
+    totals = levels.block_totals(read_steps(scratch.tokens.decay.at[head], layout), SUBLANES)
     tpu_tokens.write_low_rows(scratch.tokens, head, totals, layout)
     score_low_levels(layout, scratch, totals, head)
     factors = tpu_chunk.run_factors(totals[-1])
@@ -127,9 +110,9 @@ def prepare(
         write_parts(scratch.tokens.left.at[head, number], slice(None), left)
         write_parts(scratch.far_keys.at[head, level], slice(None), right)
     query, erase, key = tpu_tokens.chunk_operands(scratch.tokens, head, factors, layout)
-    write_parts(scratch.state_query.at[head], slice(None), layout.split(query))
-    write_parts(scratch.state_erase.at[head], slice(None), layout.split(erase))
-    write_parts(scratch.state_key.at[head], slice(None), layout.split_fine(key))
+    write_parts(scratch.state_query.at[head], slice(None), rounding.coarse(query))
+    write_parts(scratch.state_erase.at[head], slice(None), rounding.coarse(erase))
+    write_parts(scratch.state_key.at[head], slice(None), rounding.fine(key))
     return factors
 
 
@@ -140,10 +123,11 @@ def score_low_levels(layout: Layout, scratch: Scratch, totals: list[Array], head
     for level, (right, k) in enumerate(tpu_tokens.low_keys(tokens, head, totals, layout)):
         half = SUBLANES << level
         write_parts(scratch.near_keys.at[head, level], slice(None), right)
-        write_parts(scratch.key_steps.at[head, level], slice(None), layout.split(lower(k, half)))
-        mask = tpu_chunk.low_level_mask(layout.chunk, 1 << level)
+        keys = layout.rounding.coarse(levels.lower(k, half))
+        write_parts(scratch.key_steps.at[head, level], slice(None), keys)
+        mask = tpu_chunk.low_level_mask(layout, level)
         left = read_parts(tokens.left.at[head, level], slice(0, layout.chunk // 2))
-        scores = tpu_chunk.place_upper(scores, dot(left, right, NT), mask, half)
+        scores = levels.place_upper(scores, dot(left, right, NT), mask, half)
     write_steps(square, scores, layout)
 
 
@@ -155,7 +139,7 @@ def score_high_levels(layout: Layout, scratch: Scratch, head: int) -> None:
         left = read_parts(scratch.tokens.left.at[head, number], slice(0, layout.chunk // 2))
         found = dot(left, read_parts(scratch.far_keys.at[head, level]), NT)  # [C/2, C]
         mask = tpu_chunk.high_level_mask(layout.chunk, 1 << level)
-        scores = tpu_chunk.place_upper(scores, found, mask, layout.run << level)
+        scores = levels.place_upper(scores, found, mask, layout.run << level)
     write_rows(scratch.square.at[head], scores, layout)
 
 
@@ -163,35 +147,33 @@ def recompute_written(
     plan: Plan, chunk: Chunk, inputs: InputRefs, saved: SavedRefs, scratch: Scratch, head: int
 ) -> None:
     """R = w*v - Kb S, where Vn will be."""
-    layout = plan.layout
+    rounding = plan.layout.rounding
     erase = read_parts(scratch.state_erase.at[head])
     v, w = tpu_tokens.activate_values(plan, *tpu_tokens.raw_values(plan, inputs, head, chunk))
-    written = w * v - dot(erase, layout.split(saved.states[0, 0, head]), NT)  # [C, V]
-    write_parts(scratch.new_values.at[head], slice(None), layout.split_fine(written))
+    written = equations.written(v, w, erase, saved.states[0, 0, head], rounding)  # [C, V]
+    write_parts(scratch.new_values.at[head], slice(None), rounding.fine(written))
 
 
 def recompute_values(
     plan: Plan, chunk: Chunk, saved: SavedRefs, scratch: Scratch, head: int
 ) -> None:
-    """Vn = A R; and the diagonal of dO Vn^T in float32, which alone makes dq where decay is strong
-    and may be a small sum of large terms."""
-    layout = plan.layout
-    inverse = layout.split_fine(saved.inverses[0, 0, head])
-    new_values = dot(inverse, read_parts(scratch.new_values.at[head]), NN)  # [C, V]
+    """Vn = A R; and the diagonal of dO Vn^T."""
+    rounding = plan.layout.rounding
+    written = read_parts(scratch.new_values.at[head])
+    new_values = equations.new_values(saved.inverses[0, 0, head], written, rounding)  # [C, V]
     d_o = tpu_tokens.load_values(plan, saved.d_o, head, chunk)
-    scratch.d_diagonal[head] = jnp.sum(d_o * new_values, 1, keepdims=True)
-    write_parts(scratch.new_values.at[head], slice(None), layout.split_fine(new_values))
+    scratch.d_diagonal[head] = equations.d_diagonal(d_o, new_values)
+    write_parts(scratch.new_values.at[head], slice(None), rounding.fine(new_values))
 
 
 def d_new_values(plan: Plan, chunk: Chunk, saved: SavedRefs, scratch: Scratch, head: int) -> None:
     """dVn = Aqk^T dO + Kg dS, where dR will be."""
     layout = plan.layout
     d_o = tpu_tokens.load_output_gradient(plan, saved.d_o, head, chunk)
-    scores = layout.split_fine(read_rows(scratch.square.at[head], layout))
-    key = read_parts(scratch.state_key.at[head])
-    d_state = layout.split_fine(scratch.d_state[head])
-    found = dot(scores, d_o, TN) + dot(key, d_state, NT)  # [C, V]
-    write_parts(scratch.d_written.at[head], slice(None), layout.split_fine(found))
+    scores = read_rows(scratch.square.at[head], layout)
+    key, d_state = read_parts(scratch.state_key.at[head]), scratch.d_state[head]
+    found = equations.d_new_values(scores, d_o, key, d_state, layout.rounding)  # [C, V]
+    write_parts(scratch.d_written.at[head], slice(None), layout.rounding.fine(found))
 
 
 def solve_backwards(
@@ -199,13 +181,13 @@ def solve_backwards(
     scratch: Scratch, head: int,
 ) -> None:  # fmt: skip
     """dR = A^T dVn; dv and dw."""
-    layout = plan.layout
+    rounding = plan.layout.rounding
     found = read_parts(scratch.d_written.at[head])
-    d_written = dot(layout.split_fine(saved.inverses[0, 0, head]), found, TN)  # [C, V]
-    write_parts(scratch.d_written.at[head], slice(None), layout.split_fine(d_written))
+    d_written = equations.d_written(saved.inverses[0, 0, head], found, rounding)  # [C, V]
+    write_parts(scratch.d_written.at[head], slice(None), rounding.fine(d_written))
     raw = tpu_tokens.raw_values(plan, inputs, head, chunk)
     (v, w), pull = jax.vjp(lambda v, w: tpu_tokens.activate_values(plan, v, w), *raw)
-    d_v, d_w = pull((d_written * w, d_written * v))
+    d_v, d_w = pull(equations.d_values(v, w, d_written))
     tpu_blocks.write_values(plan, outputs.v, head, d_v)
     tpu_blocks.write_values(plan, outputs.w, head, d_w)
 
@@ -218,14 +200,16 @@ def finish(
     raw = tpu_tokens.raw_keys(plan, inputs, head, chunk)
     (q, k, _, b), pull = jax.vjp(lambda *raw: tpu_tokens.activate_keys(plan, chunk, *raw), *raw)
     decay = read_rows(tokens.decay.at[head], layout)
-    d_diagonal = scratch.d_diagonal[head]  # [C, 1]
-    d_erase = read_rows(tokens.erase.at[head], layout) * decay
-    d_q = read_rows(tokens.query.at[head], layout) * decay + d_diagonal * k
-    d_k = read_rows(tokens.key.at[head], layout) + d_erase * b + d_diagonal * q
+    d_query, d_erase, d_key = (
+        read_rows(ref.at[head], layout) for ref in (tokens.query, tokens.erase, tokens.key)
+    )
+    d_q, d_k, d_b = equations.d_keys(
+        (q, k, b), decay, scratch.d_diagonal[head], d_query, d_erase, d_key
+    )
     d_g = read_rows(scratch.row_decay.at[head], layout)
     if chunk.starts is not None:
         d_g = jnp.where(chunk.starts, 0.0, d_g)  # nothing passes a segment's start
-    gradients = pull((d_q, d_k, d_g, d_erase * k))
+    gradients = pull((d_q, d_k, d_g, d_b))
     for ref, x in zip((outputs.q, outputs.k, outputs.g, outputs.b), gradients[:4], strict=True):
         tpu_blocks.write_keys(plan, ref, head, x)
     if plan.decay_rows:
@@ -284,17 +268,17 @@ def backward(
 
 
 def backward_scratch(plan: Plan) -> list:
-    layout, heads = plan.layout, plan.heads
+    layout, rounding, heads = plan.layout, plan.layout.rounding, plan.heads
     square = pltpu.VMEM((heads, *layout.padded(layout.chunk)), jnp.float32)
     padded = pltpu.VMEM((heads, *layout.padded(layout.key_size)), jnp.float32)
     row = pltpu.VMEM((heads, 1, layout.key_size), jnp.float32)
 
     def operand(*shape):
-        return pltpu.VMEM((heads, *shape), layout.operand_dtype)
+        return pltpu.VMEM((heads, *shape), rounding.dtype)
 
-    parts, fine_parts = layout.stored_parts, layout.stored_fine_parts
+    parts, fine_parts = rounding.coarse_parts, rounding.fine_parts
     by_key = (layout.chunk, layout.key_size)
-    values = operand(layout.stored_fine_parts, layout.chunk, layout.value_size)
+    values = operand(fine_parts, layout.chunk, layout.value_size)
     return [
         *tpu_tokens.token_scratch(plan, layout.low_levels + HIGH_LEVELS),
         operand(layout.low_levels, parts, *by_key),

@@ -2,16 +2,14 @@
 """The fused forward kernel: one pass over the tokens, the state in vector memory.
 
 Grid (batch, key-head groups, chunks); the chunks are sequential. For a chunk [C, .] of a key head
-(symbols and level scheme in `tpu_chunk`; V holds the columns of all its value heads):
+(`chunk` has the equations, `levels` the scores; V holds the columns of all its value heads):
 
     Aqk, L = level scores of q and b*k against k     A = (I + L)^-1     [C, C]
     R = w*v - Kb S       Vn = A R       O = Qt S + Aqk Vn               [C, V]
     S <- Diag(exp gc_last) S + Kg^T Vn                                  [K, V], kept as S^T
 
-Operands are rounded as the plan's precision says, but where keys that point the same way make the
-rounding errors of many tokens add up they are fine, of one bfloat16 part more than others:
-k between runs, Aqk, all of the inverse, R, Vn and Kg. `LAB_LOG.md` has what each of these costs
-and prevents. Scores, state and sums are float32.
+Operands of these products are rounded as `chunk` says; in the scores k between runs is fine, and in
+the inverse all are. Scores, state and sums are float32.
 
 The body goes phase by phase, each over all heads of the grid step, so that independent work lies
 side by side for the scheduler. Saved for the backward: S^T before each chunk, and A.
@@ -25,22 +23,17 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from atomic_kernels.gdn2 import tpu_blocks, tpu_chunk, tpu_tokens
+from atomic_kernels.gdn2 import chunk as equations
+from atomic_kernels.gdn2 import levels, tpu_blocks, tpu_chunk, tpu_tokens
+from atomic_kernels.gdn2.arithmetic import NN, NT, dot
 from atomic_kernels.gdn2.tpu_blocks import InputArrays, InputRefs, Plan
 from atomic_kernels.gdn2.tpu_layout import (
-    NN,
-    NT,
     SUBLANES,
-    TN,
     Layout,
     Ref,
-    dot,
-    interleave,
-    lower,
     read_parts,
     read_rows,
     read_steps,
-    upper,
     write_parts,
     write_rows,
     write_steps,
@@ -100,26 +93,25 @@ def load_tokens(plan: Plan, chunk, input_refs: InputRefs, scratch: Scratch, head
     layout = plan.layout
     raw = tpu_tokens.raw_keys(plan, input_refs, head, chunk)
     q, k, g, b = tpu_tokens.activate_keys(plan, chunk, *raw)
-    decay = tpu_tokens.decay_factors(g, chunk)
+    decay = equations.decay_factors(g, chunk.starts)
     tpu_tokens.write_tokens(scratch.tokens, head, q, k, decay, b, layout)
-    diagonal = jnp.sum(q * k, 1, keepdims=True)  # [C, 1]
-    scores = jnp.where(tpu_chunk.identity(layout.chunk), diagonal, 0.0)
+    scores = jnp.where(tpu_chunk.identity(layout.chunk), equations.diagonal(q, k), 0.0)
     write_rows(scratch.query_scores.at[head], scores, layout)
 
 
 def score_low_levels(layout: Layout, scratch: Scratch, head: int) -> tpu_chunk.RunFactors:
     """Aqk and L within runs; returns the factors for the levels between runs."""
     tokens, half_rows = scratch.tokens, layout.chunk // 2
-    totals = tpu_chunk.block_totals(read_steps(tokens.decay.at[head], layout))
+    totals = levels.block_totals(read_steps(tokens.decay.at[head], layout), SUBLANES)
     tpu_tokens.write_low_rows(tokens, head, totals, layout)
     query = read_steps(scratch.query_scores.at[head], layout)  # [C, C], has the diagonal
     erase = jnp.zeros((layout.chunk, layout.chunk), jnp.float32)
     for level, (right, _) in enumerate(tpu_tokens.low_keys(tokens, head, totals, layout)):
         # [C, C]: q's upper steps, then b k's
         scores = dot(read_parts(tokens.left.at[head, level]), right, NT)
-        mask = tpu_chunk.low_level_mask(layout.chunk, 1 << level)
-        query = tpu_chunk.place_upper(query, scores[:half_rows], mask, SUBLANES << level)
-        erase = tpu_chunk.place_upper(erase, scores[half_rows:], mask, SUBLANES << level)
+        mask = tpu_chunk.low_level_mask(layout, level)
+        query = levels.place_upper(query, scores[:half_rows], mask, SUBLANES << level)
+        erase = levels.place_upper(erase, scores[half_rows:], mask, SUBLANES << level)
     write_steps(scratch.query_scores.at[head], query, layout)
     scratch.leaf_scores[head] = erase
     return tpu_chunk.run_factors(totals[-1])
@@ -144,8 +136,8 @@ def score_high_levels(plan: Plan, scratch: Scratch, factors: list[tpu_chunk.RunF
             )
             scores = dot(left, right, NT)  # [C, C]
             mask = tpu_chunk.high_level_mask(layout.chunk, 1 << level)
-            query = tpu_chunk.place_upper(query, scores[:half_rows], mask, layout.run << level)
-            cross = layout.split_fine(jnp.where(mask, scores[half_rows:], 0.0))
+            query = levels.place_upper(query, scores[:half_rows], mask, layout.run << level)
+            cross = layout.rounding.fine(jnp.where(mask, scores[half_rows:], 0.0))
             write_parts(scratch.cross_scores.at[head, level], slice(None), cross)
         write_rows(scratch.query_scores.at[head], query, layout)
 
@@ -155,26 +147,23 @@ def climb_ladder(plan: Plan, scratch: Scratch) -> None:
 
     The middle operand is zero in the rows of lower halves, so A22 needs no mask.
     """
-    layout = plan.layout
+    layout, fine = plan.layout, plan.layout.rounding.fine
     for level in range(HIGH_LEVELS):
         half = layout.run << level
         middles = []
         for head in range(plan.heads):
-            halves = layout.split_fine(read_rows(scratch.inverse.at[head], layout))
+            halves = fine(read_rows(scratch.inverse.at[head], layout))
             middle = dot(read_parts(scratch.cross_scores.at[head, level]), halves, NN)
             middles.append(
-                tuple(
-                    interleave(jnp.zeros_like(part), part, half)
-                    for part in layout.split_fine(middle)
-                )
+                tuple(levels.interleave(jnp.zeros_like(part), part, half) for part in fine(middle))
             )  # [C, C]
         changed = tpu_chunk.numbers(SUBLANES, 1 << level, above=True)
         for head in range(plan.heads):
             ref = scratch.inverse.at[head]
             inverse = read_rows(ref, layout)
-            under = upper(inverse, half)  # [C/2, C]
-            under = under - dot(layout.split_fine(under), middles[head], NN)
-            inverse = interleave(lower(inverse, half), under, half)
+            under = levels.upper(inverse, half)  # [C/2, C]
+            under = under - dot(fine(under), middles[head], NN)
+            inverse = levels.interleave(levels.lower(inverse, half), under, half)
             write_rows(ref, inverse, layout, changed)
 
 
@@ -182,32 +171,34 @@ def read_erased(
     plan: Plan, chunk, input_refs: InputRefs, scratch: Scratch, factors, head: int
 ) -> None:
     """R = w*v - Kb S."""
-    layout, split = plan.layout, plan.layout.split
+    layout, rounding = plan.layout, plan.layout.rounding
     rows = read_rows(scratch.tokens.erase.at[head], layout)
     erase = tpu_chunk.scale_runs(rows, factors.before[-1])
     raw = tpu_tokens.raw_values(plan, input_refs, head, chunk)
     v, w = tpu_tokens.activate_values(plan, *raw)
-    written = w * v - dot(split(erase), split(scratch.state[head]), NT)  # [C, V]
-    write_parts(scratch.written.at[head], slice(None), layout.split_fine(written))
+    written = equations.written(v, w, erase, scratch.state[head], rounding)  # [C, V]
+    write_parts(scratch.written.at[head], slice(None), rounding.fine(written))
 
 
 def solve(layout: Layout, scratch: Scratch, head: int) -> None:
     """Vn = A R, in R's place."""
-    inverse = layout.split_fine(read_rows(scratch.inverse.at[head], layout))
-    new_values = dot(inverse, read_parts(scratch.written.at[head]), NN)  # [C, V]
-    write_parts(scratch.written.at[head], slice(None), layout.split_fine(new_values))
+    inverse, written = read_rows(scratch.inverse.at[head], layout), scratch.written.at[head]
+    new_values = equations.new_values(inverse, read_parts(written), layout.rounding)  # [C, V]
+    write_parts(written, slice(None), layout.rounding.fine(new_values))
 
 
 def advance(layout: Layout, scratch: Scratch, factors, head: int) -> Array:
     """O = Qt S + Aqk Vn [C, V]; S goes on by one chunk."""
-    split, split_fine, tokens = layout.split, layout.split_fine, scratch.tokens
+    rounding, tokens = layout.rounding, scratch.tokens
     query = tpu_chunk.scale_runs(read_rows(tokens.query.at[head], layout), factors.before[-1])
     key = tpu_chunk.scale_runs(read_rows(tokens.key.at[head], layout), factors.after[-1])
-    scores = split_fine(read_rows(scratch.query_scores.at[head], layout))
-    new_values = read_parts(scratch.written.at[head], count=layout.stored_fine_parts)
+    scores = read_rows(scratch.query_scores.at[head], layout)
+    new_values = read_parts(scratch.written.at[head])
     state = scratch.state[head]  # [V, K]
-    o = dot(split(query), split(state), NT) + dot(scores, new_values[: layout.stored_parts], NN)
-    scratch.state[head] = state * factors.total + dot(new_values, split_fine(key), TN)
+    o = equations.read_state(query, state, rounding) + equations.read_chunk(
+        scores, new_values, rounding
+    )
+    scratch.state[head] = equations.next_state(state, factors.total, new_values, key, rounding)
     return o
 
 
@@ -264,20 +255,15 @@ def forward(
 
 
 def forward_scratch(plan: Plan) -> list:
-    layout, heads = plan.layout, plan.heads
+    layout, rounding, heads = plan.layout, plan.layout.rounding, plan.heads
     square = pltpu.VMEM((heads, *layout.padded(layout.chunk)), jnp.float32)
-    parts = layout.stored_fine_parts
+    parts = rounding.fine_parts
     return [
         *tpu_tokens.token_scratch(plan, layout.low_levels),
         square,
         pltpu.VMEM((heads, layout.chunk, layout.chunk), jnp.float32),
-        pltpu.VMEM(
-            (heads, HIGH_LEVELS, parts, layout.chunk // 2, layout.chunk), layout.operand_dtype
-        ),
+        pltpu.VMEM((heads, HIGH_LEVELS, parts, layout.chunk // 2, layout.chunk), rounding.dtype),
         square,
-        pltpu.VMEM(
-            (heads, layout.stored_fine_parts, layout.chunk, layout.value_size),
-            layout.operand_dtype,
-        ),
+        pltpu.VMEM((heads, parts, layout.chunk, layout.value_size), rounding.dtype),
         pltpu.VMEM((heads, layout.value_size, layout.key_size), jnp.float32),
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a chunk lies in TPU vector memory, and how its operands are rounded for the matrix unit.
+"""How a chunk lies in TPU vector memory.
 
 A vector register holds 8 rows (sublanes) of 128 lanes. A chunk of C tokens is 8 *runs* of
 n = C / 8 consecutive tokens; token t = n s + r is step r of run s. Two views of one array:
@@ -15,8 +15,6 @@ stride can be read 8 at once only if the stride is not a multiple of 8 (32 memor
 """
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +23,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from atomic_kernels.gdn2.arithmetic import Operand, Rounding
+
 # A reference to vector memory; Pallas has no public type for it.
 Ref = Any
 
@@ -32,23 +32,20 @@ SUBLANES = 8
 LANES = 128
 STRIDE_PAD = 4
 
-NN, NT, TN = ((((1,), (0,)), ((), ())), (((1,), (1,)), ((), ())), (((0,), (0,)), ((), ())))
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The sizes of one chunk and one head, and the rounding of matrix operands.
-
-    parts bfloat16 arrays stand for one float32 operand: 1 is a plain rounding, 2 a sum of two,
-    whose products then take three passes. 0 keeps float32 operands (six passes). Operands whose
-    rounding errors would add up over the tokens of a chunk (`split_fine`) have one part more.
-    """
+    """The sizes of one chunk and one head, and the parts of its operands (`arithmetic`)."""
 
     chunk: int  # C, 64 or 128
     key_size: int  # K
     value_size: int  # V, all value heads of the key head together
     parts: int
     interpret: bool | pltpu.InterpretParams
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding(parts=self.parts, by_casts=not self.interpret)
 
     @property
     def run(self) -> int:
@@ -65,70 +62,15 @@ class Layout:
         """Levels whose pairs lie within a run: half sizes 1, 2, .. run / 2."""
         return self.run.bit_length() - 1
 
-    @property
-    def stored_parts(self) -> int:
-        return max(self.parts, 1)
-
-    @property
-    def stored_fine_parts(self) -> int:
-        return self.parts + 1
-
-    @property
-    def operand_dtype(self):
-        return jnp.bfloat16 if self.parts else jnp.float32
-
     def padded(self, width: int) -> tuple[int, int, int]:
         """Shape of a scratch that is read as steps and as runs: [lane tiles, rows, lanes]."""
         lanes = min(width, LANES)
         return width // lanes, SUBLANES * self.pitch, lanes
 
-    def split(self, x: Array) -> tuple[Array, ...]:
-        """x as an operand of the matrix unit: a sum of `parts` bfloat16 arrays."""
-        return self._split(x, self.stored_parts)
-
-    def split_fine(self, x: Array) -> tuple[Array, ...]:
-        return self._split(x, self.stored_fine_parts)
-
-    def _split(self, x: Array, count: int) -> tuple[Array, ...]:
-        if not self.parts:
-            return (x.astype(jnp.float32),)
-        if x.dtype == jnp.bfloat16:
-            return (x,)
-        parts = [self._round(x)]
-        while len(parts) < count:
-            x = x - parts[-1].astype(jnp.float32)
-            parts.append(self._round(x))
-        return tuple(parts)
-
     def pin(self, x: Array) -> Array:
         """x, kept by the interpreter's compiler as one value: fused into each of its many uses,
         a chain of such values grows exponentially."""
         return lax.optimization_barrier(x) if self.interpret else x
-
-    def _round(self, x: Array) -> Array:
-        if self.interpret:
-            # XLA may drop a float32 -> bfloat16 -> float32 pair of casts, but not this.
-            x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-        return x.astype(jnp.bfloat16)
-
-
-def dot(a: Sequence[Array], b: Sequence[Array], layout: tuple) -> Array:
-    """Product of two operands given by their parts, float32. layout is NN, NT (a b^T) or TN.
-
-    Of the pairs of parts those are left out that are below the last part kept: two parts by two
-    take three passes, two by one two.
-    """
-    kept = max(len(a), len(b))
-    pairs = [(x, y) for i, x in enumerate(a) for j, y in enumerate(b) if i + j < kept]
-    products = [
-        lax.dot_general(
-            x, y, layout,
-            precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-            preferred_element_type=jnp.float32,
-        )
-        for x, y in pairs
-    ]  # fmt: skip
-    return functools.reduce(operator.add, reversed(products))  # the small terms first
 
 
 def row_numbers(rows: int, columns: int) -> Array:
@@ -137,25 +79,6 @@ def row_numbers(rows: int, columns: int) -> Array:
 
 def column_numbers(rows: int, columns: int) -> Array:
     return lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
-
-
-def upper(x: Array, half: int) -> Array:
-    """The rows of x [R, D] in the upper half of their block of 2 half rows: [R/2, D]."""
-    return _halves(x, half)[:, 1].reshape(-1, x.shape[1])
-
-
-def lower(x: Array, half: int) -> Array:
-    return _halves(x, half)[:, 0].reshape(-1, x.shape[1])
-
-
-def interleave(low: Array, high: Array, half: int) -> Array:
-    """The x [R, D] with these lower and upper rows."""
-    shape = (-1, 1, half, low.shape[1])
-    return jnp.concatenate([low.reshape(shape), high.reshape(shape)], 1).reshape(-1, low.shape[1])
-
-
-def _halves(x: Array, half: int) -> Array:
-    return x.reshape(x.shape[0] // (2 * half), 2, half, x.shape[1])
 
 
 # Memory access: everything below takes a reference [lane tiles, 8 pitch, lanes] ------------------
@@ -206,15 +129,13 @@ def write_rows(ref: Ref, x: Array, layout: Layout, changed: Sequence[int] | None
                 ref[t, _run(s, layout)] = part[s * layout.run : (s + 1) * layout.run]
 
 
-def write_parts(ref: Ref, rows: slice, parts: Sequence[Array]) -> None:
+def write_parts(ref: Ref, rows: slice, parts: Operand) -> None:
     """Writes an operand's parts [rows, D] into ref [parts, C, D]."""
     for n, part in enumerate(parts):
         ref[n, rows] = part
 
 
-def read_parts(
-    ref: Ref, rows: slice = slice(None), *, count: int | None = None
-) -> tuple[Array, ...]:
+def read_parts(ref: Ref, rows: slice = slice(None), *, count: int | None = None) -> Operand:
     """The parts, or the first `count` of them."""
     return tuple(ref[n, rows] for n in range(count or ref.shape[0]))
 

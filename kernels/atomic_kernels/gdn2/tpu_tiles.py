@@ -15,6 +15,7 @@ import functools
 import json
 from pathlib import Path
 
+from atomic_kernels.gdn2.arithmetic import PRECISION_PARTS
 from atomic_kernels.gdn2.tpu_blocks import Plan
 from atomic_kernels.gdn2.tpu_layout import LANES
 
@@ -23,7 +24,7 @@ CHUNK_SIZES = (128, 64)
 # Leaves of more heads than fit side by side in the lanes would need a second register row.
 MOST_HEADS = 8
 TABLE_PATH = Path(__file__).with_name("tpu_tiles.json")
-PRECISION_NAMES = {1: "bf16", 2: "bf16x3", 0: "f32"}
+PRECISION_NAMES = {parts: name for name, parts in PRECISION_PARTS.items()}
 
 
 def tiled(plan: Plan, kernel: str) -> Plan:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import tpu as pltpu
 
-from atomic_kernels.gdn2 import gates, tpu_chunk
+from atomic_kernels.gdn2 import gates, levels, tpu_chunk
+from atomic_kernels.gdn2.arithmetic import Operand
 from atomic_kernels.gdn2.tpu_blocks import InputRefs, Plan, read_keys, read_values
 from atomic_kernels.gdn2.tpu_layout import (
     SUBLANES,
@@ -22,7 +23,6 @@ from atomic_kernels.gdn2.tpu_layout import (
     read_rows,
     read_steps,
     row_numbers,
-    upper,
     write_parts,
     write_rows,
     write_steps,
@@ -46,11 +46,11 @@ class Chunk(NamedTuple):
     starts: Array | None  # [C, 1] bool, None if nowhere
 
 
-def token_scratch(plan: Plan, levels: int) -> list:
-    layout = plan.layout
+def token_scratch(plan: Plan, level_count: int) -> list:
+    layout, rounding = plan.layout, plan.layout.rounding
     padded = pltpu.VMEM((plan.heads, *layout.padded(layout.key_size)), jnp.float32)
-    shape = (plan.heads, levels, layout.stored_parts, layout.chunk, layout.key_size)
-    operand = pltpu.VMEM(shape, layout.operand_dtype)
+    shape = (plan.heads, level_count, rounding.coarse_parts, layout.chunk, layout.key_size)
+    operand = pltpu.VMEM(shape, rounding.dtype)
     return [padded] * 4 + [operand]
 
 
@@ -104,12 +104,6 @@ def activate_values(plan: Plan, v: Array, w: Array) -> tuple[Array, Array]:
     return v, w if plan.projections is None else jax.nn.sigmoid(w)
 
 
-def decay_factors(g: Array, chunk: Chunk) -> Array:
-    """exp(g) [C, K]; 0 where a segment starts: nothing before it is seen from there on."""
-    decay = jnp.exp(g)
-    return decay if chunk.starts is None else jnp.where(chunk.starts, 0.0, decay)
-
-
 def write_tokens(
     scratch: TokenScratch, head: int, q: Array, k: Array, decay: Array, b: Array, layout: Layout
 ) -> None:
@@ -127,15 +121,15 @@ def write_low_rows(scratch: TokenScratch, head: int, totals: list[Array], layout
         x = read_steps(ref, layout)
         rows = slice(number * half_rows, (number + 1) * half_rows)
         for level in range(layout.low_levels):
-            operand = layout.split(upper(x, SUBLANES << level))  # [C/2, K]
+            operand = layout.rounding.coarse(levels.upper(x, SUBLANES << level))  # [C/2, K]
             write_parts(scratch.left.at[head, level], rows, operand)
-            x = tpu_chunk.climb_rows(x, totals, level)
+            x = levels.climb_rows(x, totals, level, SUBLANES)
         write_steps(ref, x, layout)
 
 
 def low_keys(
     scratch: TokenScratch, head: int, totals: list[Array], layout: Layout
-) -> Iterator[tuple[tuple[Array, ...], Array]]:
+) -> Iterator[tuple[Operand, Array]]:
     """Level by level within runs: the right operand [C, K] in order, and k [C, K] by steps.
 
     Leaves k with its products over the run.
@@ -143,15 +137,15 @@ def low_keys(
     ref = scratch.key.at[head]
     k = read_steps(ref, layout)
     for level in range(layout.low_levels):
-        yield layout.split(read_rows(ref, layout)), k
-        k = tpu_chunk.climb_keys(k, totals, level)
+        yield layout.rounding.coarse(read_rows(ref, layout)), k
+        k = levels.climb_keys(k, totals, level, SUBLANES)
         changed = tpu_chunk.numbers(layout.run, 1 << level, above=False)
         write_steps(ref, k, layout, changed)
 
 
 def high_operands(
     scratch: TokenScratch, head: int, level: int, factors: tpu_chunk.RunFactors, layout: Layout
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+) -> tuple[Operand, Operand]:
     """Operands of a level between runs: left [C, K], upper runs of x twice; right [C, K], k, fine:
     identical keys round alike, and in a level of C/2 columns those errors are a sum."""
     half = layout.run << level
@@ -162,8 +156,8 @@ def high_operands(
         query = tpu_chunk.scale_runs(query, factors.before[level])
         erase = tpu_chunk.scale_runs(erase, factors.before[level])
         key = tpu_chunk.scale_runs(key, factors.after[level])
-    left = jnp.concatenate([upper(query, half), upper(erase, half)], 0)
-    return layout.split(left), layout.split_fine(key)
+    left = jnp.concatenate([levels.upper(query, half), levels.upper(erase, half)], 0)
+    return layout.rounding.coarse(left), layout.rounding.fine(key)
 
 
 def chunk_operands(
@@ -202,12 +196,12 @@ def load_values(plan: Plan, ref: Ref, head: int, chunk: Chunk) -> Array:
     return _float32(read_values(plan, ref, head), chunk)
 
 
-def load_output_gradient(plan: Plan, ref: Ref, head: int, chunk: Chunk) -> tuple[Array, ...]:
+def load_output_gradient(plan: Plan, ref: Ref, head: int, chunk: Chunk) -> Operand:
     """dO [C, V] as a matrix operand; bfloat16 needs no rounding."""
     d_o = read_values(plan, ref, head)
     if d_o.dtype == jnp.bfloat16 and plan.layout.parts and chunk.valid is None:
         return (d_o,)
-    return plan.layout.split(_float32(d_o, chunk))
+    return plan.layout.rounding.coarse(_float32(d_o, chunk))
 
 
 def _float32(x: Array, chunk: Chunk) -> Array:

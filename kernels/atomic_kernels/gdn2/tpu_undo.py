@@ -10,30 +10,24 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from atomic_kernels.gdn2 import tpu_chunk, tpu_tokens
+from atomic_kernels.gdn2 import chunk as equations
+from atomic_kernels.gdn2 import levels, tpu_chunk, tpu_tokens
+from atomic_kernels.gdn2.arithmetic import Operand, join
+from atomic_kernels.gdn2.levels import LevelGradient, Undone
 from atomic_kernels.gdn2.tpu_blocks import Plan
 from atomic_kernels.gdn2.tpu_layout import (
-    NN,
-    NT,
     SUBLANES,
-    TN,
     Layout,
     Ref,
-    dot,
-    interleave,
-    lower,
     read_parts,
     read_rows,
     read_steps,
-    upper,
     write_rows,
     write_steps,
 )
 from atomic_kernels.gdn2.tpu_tokens import Chunk, TokenScratch
 
 HIGH_LEVELS = SUBLANES.bit_length() - 1
-
-Parts = tuple[Array, ...]
 
 
 class SavedRefs(NamedTuple):
@@ -85,33 +79,35 @@ class Scratch(NamedTuple):
 
 def d_scores(plan: Plan, chunk: Chunk, saved: SavedRefs, scratch: Scratch, head: int) -> None:
     """dO Vn^T and -dR Vn^T, whole squares; the levels' masks choose the pairs."""
-    layout, count = plan.layout, plan.layout.stored_fine_parts
-    new_values = read_parts(scratch.new_values.at[head], count=count)
+    layout, rounding = plan.layout, plan.layout.rounding
+    new_values = read_parts(scratch.new_values.at[head])
     d_o = tpu_tokens.load_output_gradient(plan, saved.d_o, head, chunk)
-    write_rows(scratch.square.at[head], dot(d_o, new_values, NT), layout)
-    d_written = read_parts(scratch.d_written.at[head], count=count)
-    write_rows(scratch.square2.at[head], -dot(d_written, new_values, NT), layout)
+    d_query_scores = equations.d_query_scores(d_o, new_values, rounding)
+    write_rows(scratch.square.at[head], d_query_scores, layout)
+    d_written = read_parts(scratch.d_written.at[head])
+    d_erase_scores = equations.d_erase_scores(d_written, new_values, rounding)
+    write_rows(scratch.square2.at[head], d_erase_scores, layout)
 
 
 def undo_state(
     plan: Plan, chunk: Chunk, saved: SavedRefs, scratch: Scratch, factors, head: int
 ) -> None:
     """What Qt, Kb, Kg and the state give to dx, dk and dgc; dS goes on by one chunk."""
-    layout, split = plan.layout, plan.layout.split
+    layout, rounding = plan.layout, plan.layout.rounding
     d_o = tpu_tokens.load_output_gradient(plan, saved.d_o, head, chunk)
-    d_written = read_parts(scratch.d_written.at[head], count=layout.stored_parts)
-    new_values = read_parts(scratch.new_values.at[head], count=layout.stored_parts)
+    d_written = read_parts(scratch.d_written.at[head], count=rounding.coarse_parts)
+    new_values = read_parts(scratch.new_values.at[head], count=rounding.coarse_parts)
     query, erase = (
         read_parts(scratch.state_query.at[head]),
         read_parts(scratch.state_erase.at[head]),
     )
     key = read_parts(scratch.state_key.at[head])
     state, d_state = saved.states[0, 0, head], scratch.d_state[head]  # [V, K]
-    d_query = dot(d_o, split(state), NN)  # [C, K]
-    d_erase = -dot(d_written, split(state), NN)
-    d_key = dot(new_values, split(d_state), NN)
+    d_query, d_erase, d_key = equations.d_factors(
+        d_o, d_written, new_values, state, d_state, rounding
+    )  # [C, K]
     row_decay = join(query) * d_query + join(erase) * d_erase
-    through = jnp.sum(state * d_state, 0, keepdims=True) * factors.total  # [1, K]
+    through = equations.d_total_decay(state, d_state, factors.total)  # [1, K]
     scratch.run_decay[head] = jnp.broadcast_to(through, (SUBLANES, layout.key_size))
     before, after = factors.before[-1], factors.after[-1]
     tokens = scratch.tokens
@@ -120,17 +116,15 @@ def undo_state(
     write_rows(tokens.key.at[head], tpu_chunk.scale_runs(d_key, after), layout)
     write_rows(scratch.row_decay.at[head], row_decay, layout)
     write_rows(scratch.key_decay.at[head], join(key) * d_key, layout)
-    scratch.d_state[head] = (
-        d_state * factors.total + dot(d_o, query, TN) - dot(d_written, erase, TN)
+    scratch.d_state[head] = equations.d_state_before(
+        d_state, factors.total, d_o, query, d_written, erase, rounding
     )
 
 
-def level_gradients(
-    layout: Layout, left: Parts, right: Parts, d_query_scores: Array, d_erase_scores: Array
-) -> tuple[Array, Array]:
-    """Dx [C, K], q's upper rows then b k's, and Dk [C, K], of masked upper rows [C/2, C] each."""
-    d_level = layout.split(jnp.concatenate([d_query_scores, d_erase_scores], 0))
-    return dot(d_level, right, NN), dot(d_level, left, TN)
+def masked_gradients(plan: Plan, scores: list[Array], mask: Array, half: int) -> Operand:
+    """The upper rows of dAqk and dL [C, C] at the pairs of a level, one over the other [C, C]."""
+    chosen = [jnp.where(mask, levels.upper(x, half), 0.0) for x in scores]
+    return plan.layout.rounding.coarse(jnp.concatenate(chosen, 0))
 
 
 def undo_high_levels(plan: Plan, scratch: Scratch, factors, head: int) -> None:
@@ -143,20 +137,18 @@ def undo_high_levels(plan: Plan, scratch: Scratch, factors, head: int) -> None:
     for level in reversed(range(HIGH_LEVELS)):
         half = layout.run << level
         mask = tpu_chunk.high_level_mask(layout.chunk, 1 << level)
-        chosen = [
-            jnp.where(mask, upper(read_rows(x.at[head], layout), half), 0.0)
-            for x in (scratch.square, scratch.square2)
-        ]
+        scores = [read_rows(x.at[head], layout) for x in (scratch.square, scratch.square2)]
         left = read_parts(tokens.left.at[head, layout.low_levels + level])
-        right = read_parts(scratch.far_keys.at[head, level], count=layout.stored_parts)
-        d_rows, d_keys = level_gradients(layout, left, right, *chosen)
+        right = read_parts(scratch.far_keys.at[head, level], count=layout.rounding.coarse_parts)
+        d_level = masked_gradients(plan, scores, mask, half)
+        d_rows, d_keys = levels.level_gradients(d_level, left, right)  # [C, K]
         products = join(left) * d_rows
         products = products[:half_rows] + products[half_rows:]  # [C/2, K], upper runs
         keys = join(right) * d_keys  # zero in upper runs
         run_decay = tpu_chunk.pass_down_runs(run_decay, row_sums, key_sums, 1 << level)
         if level:
             zeros = jnp.zeros_like(products)
-            row_sums = row_sums + tpu_chunk.run_sums(interleave(zeros, products, half))
+            row_sums = row_sums + tpu_chunk.run_sums(levels.interleave(zeros, products, half))
             key_sums = key_sums + tpu_chunk.run_sums(keys)
         add_upper_runs(row_decay, products, None, level, layout)
         before, after = (factors.before[level], factors.after[level]) if level else (None, None)
@@ -170,7 +162,7 @@ def undo_high_levels(plan: Plan, scratch: Scratch, factors, head: int) -> None:
 def add_upper_runs(ref, x: Array, factor: Array | None, level: int, layout: Layout) -> None:
     """Adds x [C/2, D], by runs times factor [8, D], to the upper runs of a level."""
     half = layout.run << level
-    added = interleave(jnp.zeros_like(x), x, half)
+    added = levels.interleave(jnp.zeros_like(x), x, half)
     if factor is not None:
         added = tpu_chunk.scale_runs(added, factor)
     changed = tpu_chunk.numbers(SUBLANES, 1 << level, above=True)
@@ -188,57 +180,35 @@ def add_lower_runs(ref, x: Array, factor: Array | None, level: int, layout: Layo
 def undo_low_levels(plan: Plan, scratch: Scratch, head: int) -> None:
     layout, tokens = plan.layout, scratch.tokens
     # Made anew: kept since the operands were made, they would be 31 registers a head.
-    totals = tpu_chunk.block_totals(read_steps(tokens.decay.at[head], layout))
+    totals = levels.block_totals(read_steps(tokens.decay.at[head], layout), SUBLANES)
     half_rows = layout.chunk // 2
-    row_decay, key_decay = scratch.row_decay.at[head], scratch.key_decay.at[head]
+    # Of these only the rows that a level changes are read and written.
+    refs = (tokens.query, tokens.erase, tokens.key, scratch.row_decay, scratch.key_decay)
     decay = scratch.run_decay[head]
     for level in reversed(range(layout.low_levels)):
         half = SUBLANES << level
-        mask = tpu_chunk.low_level_mask(layout.chunk, 1 << level)
-        chosen = [
-            jnp.where(mask, upper(read_steps(x.at[head], layout), half), 0.0)
-            for x in (scratch.square, scratch.square2)
-        ]
+        mask = tpu_chunk.low_level_mask(layout, level)
+        scores = [read_steps(x.at[head], layout) for x in (scratch.square, scratch.square2)]
         left = read_parts(tokens.left.at[head, level])
         right = read_parts(scratch.near_keys.at[head, level])
-        d_rows, d_keys = level_gradients(layout, left, right, *chosen)
+        d_level = masked_gradients(plan, scores, mask, half)
+        d_rows, d_keys = levels.level_gradients(d_level, left, right)  # [C, K]
         write_rows(scratch.swap.at[head], d_keys, layout)
-        d_keys = lower(read_steps(scratch.swap.at[head], layout), half)  # [C/2, K]
-        rows, keys = read_steps(row_decay, layout), read_steps(key_decay, layout)
-        decay = tpu_chunk.pass_down_steps(decay, rows, keys, level)
+        d_keys = levels.lower(read_steps(scratch.swap.at[head], layout), half)  # [C/2, K]
         products = join(left) * d_rows
-        rows = add_upper(rows, products[:half_rows] + products[half_rows:], half)
-        keys = add_lower(keys, join(read_parts(scratch.key_steps.at[head, level])) * d_keys, half)
-        climbed = [
-            tpu_chunk.climb_rows(read_steps(x.at[head], layout), totals, level)
-            for x in (tokens.query, tokens.erase)
-        ]
-        d_key = tpu_chunk.climb_keys(read_steps(tokens.key.at[head], layout), totals, level)
+        found = LevelGradient(
+            query=d_rows[:half_rows],
+            erase=d_rows[half_rows:],
+            key=d_keys,
+            rows=products[:half_rows] + products[half_rows:],
+            keys=join(read_parts(scratch.key_steps.at[head, level])) * d_keys,
+        )
+        query, erase, key, rows, keys = (read_steps(ref.at[head], layout) for ref in refs)
+        done = Undone(query, erase, key, rows, keys, decay)
+        *arrays, decay = levels.undo_level(done, found, totals, level, SUBLANES)
         above = tpu_chunk.numbers(layout.run, 1 << level, above=True)
         below = tpu_chunk.numbers(layout.run, 1 << level, above=False)
-        write_steps(row_decay, rows, layout, above)
-        write_steps(key_decay, keys, layout, below)
-        d_query = add_upper(climbed[0], d_rows[:half_rows], half)
-        d_erase = add_upper(climbed[1], d_rows[half_rows:], half)
-        write_steps(tokens.query.at[head], d_query, layout, above)
-        write_steps(tokens.erase.at[head], d_erase, layout, above)
-        write_steps(tokens.key.at[head], add_lower(d_key, d_keys, half), layout, below)
-    # A block of one token: a row's product has its own decay in it, a key's has none.
+        for ref, x, changed in zip(refs, arrays, (above, above, below, above, below), strict=True):
+            write_steps(ref.at[head], x, layout, changed)
+    row_decay = scratch.row_decay.at[head]
     write_steps(row_decay, read_steps(row_decay, layout) + decay, layout)
-
-
-def add_upper(x: Array, y: Array, half: int) -> Array:
-    """x [C, K] plus y [C/2, K] in its upper rows."""
-    return interleave(lower(x, half), upper(x, half) + y, half)
-
-
-def add_lower(x: Array, y: Array, half: int) -> Array:
-    return interleave(lower(x, half) + y, upper(x, half), half)
-
-
-def join(parts: Parts) -> Array:
-    """The float32 value that an operand stands for."""
-    total = parts[-1].astype(jnp.float32)
-    for part in reversed(parts[:-1]):
-        total = total + part.astype(jnp.float32)
-    return total

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chunked GDN-2 in plain XLA: a scan over chunks with a hand-written gradient.
 
-The functions of `chunk` are mapped over batch and heads; only the state goes from chunk to chunk.
+The functions of `xla_chunk` are mapped over batch and heads; only the state goes from chunk to
+chunk, as S^T.
 `chunks_at_once` chunks do their state-free work (decays, scores, inverse, and in the backward the
 input gradients) together: 1 keeps a CPU's working set in its cache, more keep a GPU busy.
 
@@ -18,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from atomic_kernels.gdn2 import chunk
-from atomic_kernels.gdn2.arithmetic import DotPrecision
+from atomic_kernels.gdn2 import xla_chunk
+from atomic_kernels.gdn2.arithmetic import Rounding
 from atomic_kernels.gdn2.chunk import Inputs
 from atomic_kernels.gdn2.gates import Projections
 
@@ -31,7 +32,7 @@ class Plan:
     scale: float
     chunk_size: int
     chunks_at_once: int
-    precision: DotPrecision
+    rounding: Rounding
     projections: Projections | None = None  # how raw inputs are activated, None if they are not
 
 
@@ -47,7 +48,7 @@ def gdn2_chunked(
     initial_state: Array,
     segment_ids: Array | None,
 ) -> tuple[Array, Array]:
-    """o [B, T, H, G V] in v's dtype and the last state [B, H, K, G V] in float32.
+    """o [B, T, H, G V] in v's dtype and the last state [B, H, G V, K] in float32.
 
     inputs q, k, g, b [B, T, H, K]; v, w [B, T, H, G V], the columns of G value heads;
     gate_parameters A_log [H] and dt_bias [H, K], None where there are none.
@@ -77,10 +78,11 @@ def _run_forward(plan, inputs, gate_parameters, initial_state, segment_ids, *, s
     groups = _Groups(plan, inputs, gate_parameters, segment_ids)
 
     def prepare(segments, values):
-        return chunk.prepare(values.q, values.k, values.g, values.b, segments, plan.precision)
+        q, k, _, g, b, _ = values
+        return xla_chunk.prepare(q, k, g, b, segments, plan.rounding)
 
     def forward(segments, state, values, prepared):
-        return chunk.forward(state, values.v, values.w, prepared, segments, plan.precision)
+        return xla_chunk.forward(state, values.v, values.w, prepared, segments, plan.rounding)
 
     def group_step(state, index):
         segments = groups.segments(index)
@@ -97,7 +99,7 @@ def _run_forward(plan, inputs, gate_parameters, initial_state, segment_ids, *, s
         return state, (groups.by_token(o, inputs.v.dtype), saved)
 
     shape = initial_state.shape
-    initial_state = initial_state.reshape(-1, *shape[2:])  # [B H, K, V]
+    initial_state = initial_state.reshape(-1, *shape[2:])  # [B H, V, K]
     state, (o, saved) = lax.scan(group_step, initial_state, jnp.arange(groups.count))
     return groups.join(o), state.reshape(shape), saved
 
@@ -105,38 +107,19 @@ def _run_forward(plan, inputs, gate_parameters, initial_state, segment_ids, *, s
 def _run_backward(plan, inputs, gate_parameters, segment_ids, saved, d_o, d_state):
     """The gradients of the inputs, the gate parameters and the initial state."""
     groups = _Groups(plan, inputs, gate_parameters, segment_ids)
-    precision = plan.precision
+    rounding = plan.rounding
     d_o = groups.pad(d_o)
     gate_parameters32 = jax.tree.map(lambda x: x.astype(jnp.float32), gate_parameters)
 
     def recompute(segments, values, state, inverse):
-        q, k, v, g, b, w = values
-        decays = chunk.local_decay_sums(g)
-        (scores,) = chunk.pair_scores((q,), k, decays, precision)
-        prepared = chunk.Prepared(
-            chunk.state_factors(q, b * k, k, decays, segments),
-            chunk.complete_query_scores(scores, q, k, segments),
-            inverse,
-        )
-        return decays, prepared, chunk.solve(state, v, w, prepared, segments, precision)
+        return xla_chunk.recompute(values, state, inverse, segments, rounding)
 
     def values_gradient(d_state, d_o, prepared):
-        return chunk.backward_values(d_state, d_o, prepared, precision)
+        return xla_chunk.backward_values(d_state, d_o, prepared, rounding)
 
-    def inputs_gradient(
-        segments, values, state, d_state, d_o, d_written, new_values, decays, factors
-    ):
-        return chunk.backward_inputs(
-            values,
-            state,
-            d_state,
-            d_o,
-            d_written,
-            new_values,
-            decays,
-            factors,
-            segments,
-            precision,
+    def inputs_gradient(segments, values, state, d_state, d_o, d_written, recomputed):
+        return xla_chunk.backward_inputs(
+            values, state, d_state, d_o, d_written, recomputed, segments, rounding
         )
 
     def group_step(carry, group):
@@ -147,25 +130,17 @@ def _run_backward(plan, inputs, gate_parameters, segment_ids, saved, d_o, d_stat
             functools.partial(groups.activate, index), groups.raw(index), gate_parameters32
         )  # [G, B H, C, .]
         d_o_group = groups.slice(d_o, index)
-        decays, prepared, new_values = _over_chunks(recompute)(segments, values, states, inverses)
+        recomputed = _over_chunks(recompute)(segments, values, states, inverses)
 
         def chunk_step(d_state, chunks):
             d_written, before = jax.vmap(values_gradient)(d_state, *chunks)
             return before, (d_written, d_state)
 
         d_state, (d_written, d_states) = lax.scan(
-            chunk_step, d_state, (d_o_group, prepared), reverse=True
+            chunk_step, d_state, (d_o_group, recomputed.prepared), reverse=True
         )
         gradients = _over_chunks(inputs_gradient)(
-            segments,
-            values,
-            states,
-            d_states,
-            d_o_group,
-            d_written,
-            new_values,
-            decays,
-            prepared.factors,
+            segments, values, states, d_states, d_o_group, d_written, recomputed
         )
         d_raw, d_parameters_here = activation_gradient(gradients)
         d_parameters = jax.tree.map(jnp.add, d_parameters, d_parameters_here)
@@ -173,7 +148,7 @@ def _run_backward(plan, inputs, gate_parameters, segment_ids, saved, d_o, d_stat
         return (d_state, d_parameters), Inputs(*d_inputs)
 
     shape = d_state.shape
-    d_state = d_state.reshape(-1, *shape[2:])  # [B H, K, V]
+    d_state = d_state.reshape(-1, *shape[2:])  # [B H, V, K]
     no_gradient = jax.tree.map(jnp.zeros_like, gate_parameters32)
     (d_state, d_parameters), d_inputs = lax.scan(
         group_step, (d_state, no_gradient), (jnp.arange(groups.count), *saved), reverse=True
@@ -239,7 +214,7 @@ class _Groups:
                 )
         return values._replace(q=values.q * self.plan.scale)
 
-    def segments(self, index: Array) -> chunk.Segments | None:
+    def segments(self, index: Array) -> xla_chunk.Segments | None:
         """Masks [G, B H, ., .] of group `index`."""
         if self.segment_ids is None:
             return None
@@ -249,7 +224,7 @@ class _Groups:
         ids = ids.reshape(-1, count, size).swapaxes(0, 1)  # [G, B H, C]
         before = lax.dynamic_slice_in_dim(self.segment_ids, jnp.maximum(start - 1, 0), 1, 1)
         incoming = jnp.concatenate([before.T, ids[:-1, :, -1]])  # [G, B H]
-        masks = jax.vmap(jax.vmap(chunk.segments_of))
+        masks = jax.vmap(jax.vmap(xla_chunk.segments_of))
         return masks(ids[..., None], ids[..., None, :], incoming[..., None, None])
 
     def by_token(self, x: Array, dtype: jax.typing.DTypeLike) -> Array:
