@@ -224,3 +224,19 @@ def test_sizes_that_the_kernels_lack_are_refused(change: dict, message: str):
             keys, keys, values, keys, keys, values,
             backend="tpu", interpret=True, chunk_size=change.get("chunk_size"),
         )  # fmt: skip
+
+
+def test_a_nan_reaches_what_depends_on_it_and_no_earlier_chunk_nor_other_head():
+    names = ("q", "k", "v", "g", "b", "w")
+    inputs, _ = make_inputs(Case(T=150, H=2, K=64, V=64))
+    clean = {name: np.float32(x) for name, x in zip(names, inputs, strict=True)}
+    compiled = jax.jit(lambda x: gdn2(**x, backend="tpu", chunk_size=64, interpret=True)[0])
+    token = 70  # in the second of three chunks
+    for name in names:
+        arrays = clean | {name: clean[name].copy()}
+        arrays[name][0, token, 0, 3] = np.nan
+        o = np.isnan(compiled(arrays))[0]  # [T, H, V]
+        assert o[token].any(-1)[0], name
+        assert name == "q" or o[token:, 0].any(-1).all(), name
+        assert not o[:64, 0].any(), name
+        assert not o[:, 1].any(), name
