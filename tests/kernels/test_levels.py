@@ -36,7 +36,7 @@ def test_rows_and_keys_carry_their_decay_through_the_levels(kind, width):
     t = np.arange(CHUNK)
     for level in range(level_count(width) + 1):
         start, end = t & ~((1 << level) - 1), t | ((1 << level) - 1)
-        # Each sum over its own tokens alone: a difference of running sums would cancel beside a spike.
+        # Sums over their own tokens alone: differences of running sums cancel beside a spike.
         before = np.stack([g[a : b + 1].sum(0) for a, b in zip(start, t, strict=True)])
         after = np.stack([g[a + 1 : b + 1].sum(0) for a, b in zip(t, end, strict=True)])
         for found, wanted in ((rows, before), (keys, after)):
