@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused backward kernel: one pass over the tokens from the last chunk to the first.
 
-Grid (batch, key-head groups, chunks backwards). From the inputs, S before the chunk, A, dO and
-the state's cotangent dS (kept as dS^T in vector memory), with the symbols of `tpu_forward`:
+Grid (batch, key-head groups, chunks backwards). From the inputs, S before the chunk, A, dO and the
+state's gradient dS (kept as dS^T in vector memory), by the equations of `chunk`:
 
-    R = w*v - Kb S    Vn = A R    dVn = Aqk^T dO + Kg dS    dR = A^T dVn
-    dv = dR*w    dw = dR*v    dAqk = dO Vn^T (i >= j)    dL = -dR Vn^T (i > j)
-    dQt = dO S^T    dKb = -dR S^T    dKg = Vn dS^T
-    dS <- Diag(exp gc_last) dS + Qt^T dO - Kb^T dR
+    R, Vn anew -> dVn -> dR, dv, dw -> dAqk, dL (L: Akk) -> dQt, dKb, dKg, dS before the chunk
 
-and then, level by level from the widest, to dq, d(b k), dk and dg (`levels`).
+and then, level by level from the widest, to dq, d(b k), dk and dg (`levels`), in `tpu_undo`.
 """
 
 import jax

@@ -2,7 +2,7 @@
 """What the forward and the backward kernel do alike before they need the state.
 
 For each key head of a grid step: activate and mask the tokens, then make the operands of every
-level (`tpu_chunk`): x = q e and (b k) e in the upper half of the rows, k in the lower half.
+level (`levels`): x = q e and (b k) e in the upper half of the rows, k in the lower half.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second half of the backward kernel: from dO, dR and Vn back to x, k and the log decays.
 
-See `tpu_backward` for the equations. Everything is added up in the scratch that held x and k
+Equations in `chunk` and `levels`. Everything is added up in the scratch that held x and k
 before; only the rows that a level touches are read and written.
 """
 
