@@ -62,7 +62,7 @@ def test_masks_cover_every_pair_of_a_run_once(width):
 
 @widths
 def test_a_level_undone_is_its_transpose(width):
-    """Gradients of a climb by autodiff, and the sums that fall on each decay."""
+    """Oracle: the gradients of a climb by automatic differentiation."""
     random = np.random.default_rng(1)
     shape = (CHUNK, 8)
     decay = jnp.asarray(random.uniform(0.5, 1.0, shape), jnp.float32)
