@@ -67,7 +67,7 @@ def forward_body(plan: Plan, save: bool, input_refs, state_ref, output_refs, scr
 
     chunk = tpu_tokens.describe_chunk(plan, number, input_refs.starts)
     for head in range(plan.heads):
-        load_tokens(plan, chunk, input_refs, scratch, head)
+        tpu_tokens.load_tokens(plan, chunk, input_refs, scratch.tokens, scratch.query_scores, head)
     factors = [score_low_levels(layout, scratch, head) for head in range(plan.heads)]
     invert_leaves(plan, scratch)
     score_high_levels(plan, scratch, factors)
@@ -86,17 +86,6 @@ def forward_body(plan: Plan, save: bool, input_refs, state_ref, output_refs, scr
     @pl.when(number == pl.num_programs(2) - 1)
     def _():
         tpu_tokens.write_state(plan, scratch.state, last_ref)
-
-
-def load_tokens(plan: Plan, chunk, input_refs: InputRefs, scratch: Scratch, head: int) -> None:
-    """q e, (b k) e, k, e; and the scores' diagonal q_i k_i, which no decay touches."""
-    layout = plan.layout
-    raw = tpu_tokens.raw_keys(plan, input_refs, head, chunk)
-    q, k, g, b = tpu_tokens.activate_keys(plan, chunk, *raw)
-    decay = equations.decay_factors(g, chunk.starts)
-    tpu_tokens.write_tokens(scratch.tokens, head, q, k, decay, b, layout)
-    scores = jnp.where(tpu_chunk.identity(layout.chunk), equations.diagonal(q, k), 0.0)
-    write_rows(scratch.query_scores.at[head], scores, layout)
 
 
 def score_low_levels(layout: Layout, scratch: Scratch, head: int) -> tpu_chunk.RunFactors:
@@ -245,7 +234,7 @@ def forward(
         out_specs=out_specs,
         out_shape=out_shapes,
         scratch_shapes=scratch_shapes,
-        compiler_params=tpu_blocks.compiler_params(),
+        compiler_params=tpu_blocks.compiler_params(few_registers=layout.parts != 1),
         name="gdn2_forward",
         interpret=layout.interpret,
     )(*inputs)

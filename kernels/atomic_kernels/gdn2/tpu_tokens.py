@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import tpu as pltpu
 
+from atomic_kernels.gdn2 import chunk as equations
 from atomic_kernels.gdn2 import gates, levels, tpu_chunk
 from atomic_kernels.gdn2.arithmetic import Operand
 from atomic_kernels.gdn2.tpu_blocks import InputRefs, Plan, read_keys, read_values
@@ -104,14 +105,20 @@ def activate_values(plan: Plan, v: Array, w: Array) -> tuple[Array, Array]:
     return v, w if plan.projections is None else jax.nn.sigmoid(w)
 
 
-def write_tokens(
-    scratch: TokenScratch, head: int, q: Array, k: Array, decay: Array, b: Array, layout: Layout
+def load_tokens(
+    plan: Plan, chunk: Chunk, refs: InputRefs, scratch: TokenScratch, scores: Ref, head: int
 ) -> None:
-    """x = q e and (b k) e, k, and e, in order [C, K]."""
+    """x = q e and (b k) e, k, and e, in order [C, K]; and the scores' diagonal q_i k_i, which no
+    decay touches, in an otherwise zero [C, C]."""
+    layout = plan.layout
+    q, k, g, b = activate_keys(plan, chunk, *raw_keys(plan, refs, head, chunk))
+    decay = equations.decay_factors(g, chunk.starts)
     write_rows(scratch.query.at[head], q * decay, layout)
     write_rows(scratch.erase.at[head], b * k * decay, layout)
     write_rows(scratch.key.at[head], k, layout)
     write_rows(scratch.decay.at[head], decay, layout)
+    diagonal = jnp.where(tpu_chunk.identity(layout.chunk), equations.diagonal(q, k), 0.0)
+    write_rows(scores.at[head], diagonal, layout)
 
 
 def write_low_rows(scratch: TokenScratch, head: int, totals: list[Array], layout: Layout) -> None:

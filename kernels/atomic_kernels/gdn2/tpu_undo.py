@@ -5,6 +5,7 @@ Equations in `chunk` and `levels`. Everything is added up in the scratch that he
 before; only the rows that a level touches are read and written.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -127,7 +128,8 @@ def masked_gradients(plan: Plan, scores: list[Array], mask: Array, half: int) ->
     return plan.layout.rounding.coarse(jnp.concatenate(chosen, 0))
 
 
-def undo_high_levels(plan: Plan, scratch: Scratch, factors, head: int) -> None:
+def undo_high_levels(plan: Plan, scratch: Scratch, factors, head: int) -> Iterator[None]:
+    """Levels between runs, widest first; a stage each."""
     layout, tokens = plan.layout, scratch.tokens
     half_rows = layout.chunk // 2
     row_decay, key_decay = scratch.row_decay.at[head], scratch.key_decay.at[head]
@@ -156,7 +158,8 @@ def undo_high_levels(plan: Plan, scratch: Scratch, factors, head: int) -> None:
         add_upper_runs(tokens.erase.at[head], d_rows[half_rows:], before, level, layout)
         add_lower_runs(key_decay, keys, None, level, layout)
         add_lower_runs(tokens.key.at[head], d_keys, after, level, layout)
-    scratch.run_decay[head] = run_decay
+        scratch.run_decay[head] = run_decay
+        yield
 
 
 def add_upper_runs(ref, x: Array, factor: Array | None, level: int, layout: Layout) -> None:
@@ -177,7 +180,8 @@ def add_lower_runs(ref, x: Array, factor: Array | None, level: int, layout: Layo
     write_rows(ref, read_rows(ref, layout) + x, layout, changed)
 
 
-def undo_low_levels(plan: Plan, scratch: Scratch, head: int) -> None:
+def undo_low_levels(plan: Plan, scratch: Scratch, head: int) -> Iterator[None]:
+    """Levels within runs, widest first; a stage each."""
     layout, tokens = plan.layout, scratch.tokens
     # Made anew: kept since the operands were made, they would be 31 registers a head.
     totals = levels.block_totals(read_steps(tokens.decay.at[head], layout), SUBLANES)
@@ -210,5 +214,6 @@ def undo_low_levels(plan: Plan, scratch: Scratch, head: int) -> None:
         below = tpu_chunk.numbers(layout.run, 1 << level, above=False)
         for ref, x, changed in zip(refs, arrays, (above, above, below, above, below), strict=True):
             write_steps(ref.at[head], x, layout, changed)
+        yield
     row_decay = scratch.row_decay.at[head]
     write_steps(row_decay, read_steps(row_decay, layout) + decay, layout)
