@@ -13,6 +13,11 @@ Over C tokens, with gc_i = g_0 + .. + g_i (every exponent below is <= 0 when g <
     Qt = q exp(gc)   Kb = b*k exp(gc)   Kg = k exp(gc_last - gc)
     R = w*v - Kb S   Vn = A R   O = Qt S + Aqk Vn   S' = Diag(exp gc_last) S + Kg^T Vn
 
+A goes from blocks of tokens to blocks twice as long, 1 and 2 being the earlier and later half:
+
+    A11, A22 as they are    A21 = -A22 (Akk21 A11)    A12 = 0
+
+never by powers of Akk, which reach 1e+9 for keys that point the same way, where A stays near 1;
 and backwards, from dO and the gradient dS' of the state that leaves the chunk:
 
     dVn = Aqk^T dO + Kg dS'    dR = A^T dVn    dv = dR*w    dw = dR*v
@@ -21,8 +26,8 @@ and backwards, from dO and the gradient dS' of the state that leaves the chunk:
     dS = Diag(exp gc_last) dS' + Qt^T dO - Kb^T dR
 
 Scores, Qt, Kb and Kg come from `levels`, and so does the way from their gradients to dq, d(b k),
-dk and dg; the inverse is made by the backends. All of these functions are used by both of them:
-`xla_chunk` maps them over arrays, the TPU kernels call them on what they hold in vector memory.
+dk and dg. Both backends call all of these functions, `xla_chunk` on batches of chunks and the TPU
+kernels on what they hold in vector memory; their own is how a chunk lies there.
 
 q, k, b, Qt, Kb, Kg [C, K]; v, w, R, Vn, O [C, V]; Aqk, A [C, C]; the state is kept as S^T [V, K].
 Arrays are float32, or operands that were split before. Value heads that share a key head are
@@ -63,6 +68,16 @@ def decay_factors(g: Array, starts: Array | None) -> Array:
 def diagonal(q: Array, k: Array) -> Array:
     """q_i k_i [C, 1]: the diagonal of Aqk, which no decay touches."""
     return jnp.sum(q * k, 1, keepdims=True)
+
+
+def ladder_middle(erase_scores: Factor, earlier: Factor, rounding: Rounding) -> Array:
+    """Akk21 A11 [.., N, N]."""
+    return dot(rounding.fine(erase_scores), rounding.fine(earlier), NN)
+
+
+def ladder_cross(later: Factor, middle: Factor, rounding: Rounding) -> Array:
+    """A21 = -A22 (Akk21 A11) [.., N, N]."""
+    return -dot(rounding.fine(later), rounding.fine(middle), NN)
 
 
 def written(v: Array, w: Array, erase: Factor, state: Factor, rounding: Rounding) -> Array:

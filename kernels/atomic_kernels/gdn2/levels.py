@@ -40,7 +40,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from atomic_kernels.gdn2.arithmetic import NN, TN, Operand, dot
+from atomic_kernels.gdn2.arithmetic import NN, NT, TN, Operand, dot
 
 
 def upper(x: Array, half: int) -> Array:
@@ -126,6 +126,12 @@ def place_upper(scores: Array, level_scores: Array, mask: Array, half: int) -> A
     """scores [R, N] with those of a level [R/2, N], where mask is, in its upper rows."""
     rows = jnp.where(mask, level_scores, upper(scores, half))
     return interleave(lower(scores, half), rows, half)
+
+
+def level_scores(left: Operand, right: Operand) -> Array:
+    """x_i . k_j [.., R, N] of all x in left [.., R, K] and k in right [.., N, K]; a level's mask
+    chooses its pairs."""
+    return dot(left, right, NT)
 
 
 def level_gradients(d_scores: Operand, left: Operand, right: Operand) -> tuple[Array, Array]:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from atomic_kernels.gdn2.arithmetic import NN, NT, Operand, Rounding, dot, join
+from atomic_kernels.gdn2.arithmetic import Operand, Rounding, join
+from atomic_kernels.gdn2.chunk import ladder_cross, ladder_middle
 from atomic_kernels.gdn2.levels import (
     LevelGradient,
     climb_keys,
@@ -19,6 +20,7 @@ from atomic_kernels.gdn2.levels import (
     is_pair,
     level_gradients,
     level_mask,
+    level_scores,
     lower,
     place_upper,
     upper,
@@ -68,7 +70,7 @@ def pair_scores(levels: list[Level], count: int) -> list[Array]:
     for number, (left, right) in enumerate(levels):
         half = 1 << number
         rows = left[0].shape[1] // 2 * count
-        products = dot(tuple(x[:, :rows] for x in left), right, NT)  # [P, count u, N]
+        products = level_scores(tuple(x[:, :rows] for x in left), right)  # [P, count u, N]
         found = jnp.split(products, count, 1)  # [P, u, N]
         if 2 * half > LEAF_ROWS:
             blocks = [_merge(x, y) for x, y in zip(blocks, found, strict=True)]
@@ -104,15 +106,7 @@ def pair_gradients(
 
 
 def invert_unit_lower(scores: Array, rounding: Rounding) -> Array:
-    """(I + L)^-1 for a strictly lower triangular L [C, C], by a ladder of block sizes:
-
-        [X11  0 ]^-1  has the lower left block  -X22 (L21 X11), X11 and X22 inverted before.
-        [L21 X22]
-
-    Never powers of L: they reach 1e+9 for keys that point the same way, where the inverse itself
-    stays near 1.
-    """
-    fine = rounding.fine
+    """A = (I + L)^-1 [C, C] for a strictly lower triangular L, from blocks of 1, 2, 4 .. tokens."""
     leaves = _diagonal_blocks(scores)  # [C/n, n, n]
     row, column = (lax.broadcasted_iota(jnp.int32, leaves.shape[1:], axis) for axis in (0, 1))
 
@@ -122,13 +116,13 @@ def invert_unit_lower(scores: Array, rounding: Rounding) -> Array:
     inverse = jnp.where(row == column, 1.0, -pairs_of(1))
     half = 2
     while half < LEAF_ROWS:
-        middle = dot(fine(pairs_of(half)), fine(inverse), NN)
-        inverse = inverse - dot(fine(inverse), fine(middle), NN)
+        middle = ladder_middle(pairs_of(half), inverse, rounding)
+        inverse = inverse + ladder_cross(inverse, middle, rounding)
         half *= 2
     while half < scores.shape[0]:
         pairs = inverse.reshape(-1, 2, half, half)
-        middle = dot(fine(_cross_blocks(scores, half)), fine(pairs[:, 0]), NN)  # [P, h, h]
-        inverse = _merge(inverse, -dot(fine(pairs[:, 1]), fine(middle), NN))
+        middle = ladder_middle(_cross_blocks(scores, half), pairs[:, 0], rounding)  # [P, h, h]
+        inverse = _merge(inverse, ladder_cross(pairs[:, 1], middle, rounding))
         half *= 2
     return inverse[0]
 

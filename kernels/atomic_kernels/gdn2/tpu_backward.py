@@ -19,7 +19,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from atomic_kernels.gdn2 import chunk as equations
 from atomic_kernels.gdn2 import levels, tpu_blocks, tpu_chunk, tpu_tokens, tpu_undo
-from atomic_kernels.gdn2.arithmetic import NT, dot
 from atomic_kernels.gdn2.tpu_blocks import InputArrays, InputRefs, Plan
 from atomic_kernels.gdn2.tpu_layout import (
     SUBLANES,
@@ -136,7 +135,7 @@ def score_low_levels(layout: Layout, scratch: Scratch, totals: list[Array], head
         write_parts(scratch.key_steps.at[head, level], slice(None), keys)
         mask = tpu_chunk.low_level_mask(layout, level)
         left = read_parts(tokens.left.at[head, level], slice(0, layout.chunk // 2))
-        scores = levels.place_upper(scores, dot(left, right, NT), mask, half)
+        scores = levels.place_upper(scores, levels.level_scores(left, right), mask, half)
     write_steps(square, scores, layout)
 
 
@@ -146,7 +145,8 @@ def score_high_levels(layout: Layout, scratch: Scratch, head: int) -> None:
     for level in range(HIGH_LEVELS):
         number = layout.low_levels + level
         left = read_parts(scratch.tokens.left.at[head, number], slice(0, layout.chunk // 2))
-        found = dot(left, read_parts(scratch.far_keys.at[head, level]), NT)  # [C/2, C]
+        right = read_parts(scratch.far_keys.at[head, level])
+        found = levels.level_scores(left, right)  # [C/2, C]
         mask = tpu_chunk.high_level_mask(layout.chunk, 1 << level)
         scores = levels.place_upper(scores, found, mask, layout.run << level)
     write_rows(scratch.square.at[head], scores, layout)

@@ -25,7 +25,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from atomic_kernels.gdn2 import chunk as equations
 from atomic_kernels.gdn2 import levels, tpu_blocks, tpu_chunk, tpu_tokens
-from atomic_kernels.gdn2.arithmetic import NN, NT, dot
 from atomic_kernels.gdn2.tpu_blocks import InputArrays, InputRefs, Plan
 from atomic_kernels.gdn2.tpu_layout import (
     SUBLANES,
@@ -97,7 +96,7 @@ def score_low_levels(layout: Layout, scratch: Scratch, head: int) -> tpu_chunk.R
     erase = jnp.zeros((layout.chunk, layout.chunk), jnp.float32)
     for level, (right, _) in enumerate(tpu_tokens.low_keys(tokens, head, totals, layout)):
         # [C, C]: q's upper steps, then b k's
-        scores = dot(read_parts(tokens.left.at[head, level]), right, NT)
+        scores = levels.level_scores(read_parts(tokens.left.at[head, level]), right)
         mask = tpu_chunk.low_level_mask(layout, level)
         query = levels.place_upper(query, scores[:half_rows], mask, SUBLANES << level)
         erase = levels.place_upper(erase, scores[half_rows:], mask, SUBLANES << level)
@@ -123,7 +122,7 @@ def score_high_levels(plan: Plan, scratch: Scratch, factors: list[tpu_chunk.RunF
             left, right = tpu_tokens.high_operands(
                 scratch.tokens, head, level, factors[head], layout
             )
-            scores = dot(left, right, NT)  # [C, C]
+            scores = levels.level_scores(left, right)  # [C, C]
             mask = tpu_chunk.high_level_mask(layout.chunk, 1 << level)
             query = levels.place_upper(query, scores[:half_rows], mask, layout.run << level)
             cross = layout.rounding.fine(jnp.where(mask, scores[half_rows:], 0.0))
@@ -136,22 +135,23 @@ def climb_ladder(plan: Plan, scratch: Scratch) -> None:
 
     The middle operand is zero in the rows of lower halves, so A22 needs no mask.
     """
-    layout, fine = plan.layout, plan.layout.rounding.fine
+    layout, rounding = plan.layout, plan.layout.rounding
     for level in range(HIGH_LEVELS):
         half = layout.run << level
         middles = []
         for head in range(plan.heads):
-            halves = fine(read_rows(scratch.inverse.at[head], layout))
-            middle = dot(read_parts(scratch.cross_scores.at[head, level]), halves, NN)
+            cross = read_parts(scratch.cross_scores.at[head, level])
+            halves = read_rows(scratch.inverse.at[head], layout)
+            middle = rounding.fine(equations.ladder_middle(cross, halves, rounding))  # [C/2, C]
             middles.append(
-                tuple(levels.interleave(jnp.zeros_like(part), part, half) for part in fine(middle))
+                tuple(levels.interleave(jnp.zeros_like(part), part, half) for part in middle)
             )  # [C, C]
         changed = tpu_chunk.numbers(SUBLANES, 1 << level, above=True)
         for head in range(plan.heads):
             ref = scratch.inverse.at[head]
             inverse = read_rows(ref, layout)
             under = levels.upper(inverse, half)  # [C/2, C]
-            under = under - dot(fine(under), middles[head], NN)
+            under = under + equations.ladder_cross(under, middles[head], rounding)
             inverse = levels.interleave(levels.lower(inverse, half), under, half)
             write_rows(ref, inverse, layout, changed)
 
