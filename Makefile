@@ -21,8 +21,8 @@ run: $(VENV)/.installed ## run the whole suite at smoke size, or one run: PARAMS
 test: $(VENV)/.installed-dev ## run the tests: units, notebook pairs, each notebook's smoke run
 	@$(BIN)/python $(PYTEST) $(TESTS) -m "not compiler"
 
-unit: $(VENV)/.installed-dev ## run the tests that need no notebook
-	@$(BIN)/python $(PYTEST) $(TESTS) -m "not notebook and not compiler"
+unit: $(VENV)/.installed-dev ## run the tests that need no notebook; LESS=hard_inputs leaves out a marker's
+	@$(BIN)/python $(PYTEST) $(TESTS) -m "not notebook and not compiler$(LESS:%= and not %)"
 
 schedules: $(VENV)/.installed-dev ## compile the TPU kernels for v5e and compare with schedule.lock.json (long)
 	@$(BIN)/python -m pytest $(TESTS) -m compiler
@@ -40,13 +40,16 @@ clean: ## remove environments and caches; outputs/ and data/ stay
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Python compiles what is imported when it is; all of it would take a minute and a half more.
+PIP := -m pip install --quiet --disable-pip-version-check --no-compile
+
 $(VENV)/.installed: requirements.txt
 	@echo "Installing into $(VENV) (first use: a few minutes, about 3 GB)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@$(BIN)/python $(PIP) --upgrade "pip>=25.1"
+	@$(BIN)/python $(PIP) -r requirements.txt
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --group dev
+	@$(BIN)/python $(PIP) --group dev
 	@touch $@

@@ -7,6 +7,7 @@ state's gradient dS (kept as dS^T in vector memory), by the equations of `chunk`
     R, Vn anew -> dVn -> dR, dv, dw -> dAqk, dL (L: Akk) -> dQt, dKb, dKg, dS before the chunk
 
 and then, level by level from the widest, to dq, d(b k), dk and dg (`levels`), in `tpu_undo`.
+Heads follow one another some stages apart (`tpu_order`).
 """
 
 from collections.abc import Generator, Iterator

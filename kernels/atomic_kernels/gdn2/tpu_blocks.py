@@ -185,7 +185,7 @@ def write_values(plan: Plan, ref: Ref, head: int, x: Array) -> None:
 
 def compiler_params(*, few_registers: bool) -> pltpu.CompilerParams:
     """few_registers asks for the compiler's other scheduler, which keeps fewer values at a time:
-    half the spills of these kernels and, where it costs some of the overlap, 7 % of the cycles."""
+    half the spills, and in a forward kernel 7 % more cycles (LAB_LOG.md)."""
     # Blocks and scratch take 1 to 3 MiB a head, most of it operands of the levels; a v5e has
     # 128 MiB of vector memory, of which a kernel gets 16 unless it asks.
     return pltpu.CompilerParams(
