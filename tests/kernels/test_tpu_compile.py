@@ -70,6 +70,7 @@ def test_vector_memory_and_bundles_do_not_depend_on_the_length(layer: ScheduleRe
         {"T": 1000, "projections": True, "decay_dtype": "bfloat16"},
         {"T": 256, "projections": True, "decay_parameters": True},
         {"T": 256, "dtype": "float32"},
+        {"T": 256, "dtype": "float32", "precision": "f32"},
         {"T": 256, "K": 64, "V": 64},
         {"T": 256, "H": 1, "K": 256, "V": 128, "value_heads": 2},
     ],
