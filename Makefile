@@ -21,8 +21,8 @@ run: $(VENV)/.installed ## run the whole suite at smoke size, or one run: PARAMS
 test: $(VENV)/.installed-dev ## run the tests: units, notebook pairs, each notebook's smoke run
 	@$(BIN)/python $(PYTEST) $(TESTS) -m "not compiler"
 
-unit: $(VENV)/.installed-dev ## run the tests that need no notebook; LESS=hard_inputs leaves out a marker's
-	@$(BIN)/python $(PYTEST) $(TESTS) -m "not notebook and not compiler$(LESS:%= and not %)"
+unit: $(VENV)/.installed-dev ## run the tests that need no notebook
+	@$(BIN)/python $(PYTEST) $(TESTS) -m "not notebook and not compiler"
 
 schedules: $(VENV)/.installed-dev ## compile the TPU kernels for v5e and compare with schedule.lock.json (long)
 	@$(BIN)/python -m pytest $(TESTS) -m compiler

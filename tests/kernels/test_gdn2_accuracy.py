@@ -18,7 +18,6 @@ from gdn2_cases import assert_close, run, small_inputs
 QUICK = accuracy.cases_of("quick")
 
 
-@pytest.mark.hard_inputs
 @pytest.mark.parametrize("number", range(len(QUICK)), ids=lambda n: str(QUICK[n]))
 def test_hard_inputs_stay_within_the_limits(number):
     """Every decay, kind of keys, b and segments, shared out among the shapes."""
@@ -30,7 +29,6 @@ def test_hard_inputs_stay_within_the_limits(number):
     assert not failures, f"{case}: {failures}"
 
 
-@pytest.mark.hard_inputs
 def test_three_passes_stay_within_their_limit():
     case = accuracy.Case(
         shape=Shape(length=80, key_size=64, value_size=32), dtype="float32", chunk_size=64

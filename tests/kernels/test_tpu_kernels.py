@@ -177,7 +177,6 @@ HARD = tuple(
 )
 
 
-@pytest.mark.hard_inputs
 @pytest.mark.parametrize("case", HARD, ids=str)
 def test_hard_inputs_stay_within_the_limits(case: accuracy.Case):
     """Every decay, kind of keys and segments: identical keys are where one pass is not enough."""

@@ -5,7 +5,7 @@ import pytest
 from atomic_kernels.gdn2.tpu_order import stagger
 
 
-def written(lags: int, lengths: list[int]) -> list[tuple[int, int]]:
+def written(lag: int, lengths: list[int]) -> list[tuple[int, int]]:
     """(program, stage) in the order in which stages run."""
     order = []
 
@@ -14,7 +14,7 @@ def written(lags: int, lengths: list[int]) -> list[tuple[int, int]]:
             order.append((number, stage))
             yield
 
-    stagger([program(*item) for item in enumerate(lengths)], lags)
+    stagger([program(*item) for item in enumerate(lengths)], lag)
     return order
 
 

@@ -41,7 +41,7 @@ from atomic_kernels.gdn2.tpu_undo import (
 )
 from atomic_kernels.hbm import pallas_call_in_hbm
 
-# Stages from one head's start to the next (`tpu_order`): of 1 to 6 and all 17, the fewest cycles.
+# Stages, of some 20, from one head's start to the next (`tpu_order`): of 1 to 6, the fewest cycles.
 HEAD_LAG = 4
 
 
